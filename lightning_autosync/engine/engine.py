@@ -55,6 +55,8 @@ class Engine:
         deferred: whether the caller runs `finish` after backward; otherwise the engine does when autograd is done.
         changed: whether this rank's parameters are no longer those that the ranks agreed on. The next backward pass
             then tells the other ranks.
+        on_begin: called on every rank at the first gradient of a synchronized pass, unless `deferred`. It may set
+            ``changed``; errors that it raises end the backward pass.
         on_change: called on every rank, in `finish`, after a pass in which some rank had ``changed`` set.
         on_pass: called on every rank, in `finish`, after every other synchronized pass.
 
@@ -82,6 +84,7 @@ class Engine:
         self.enabled = True
         self.deferred = False
         self.changed = False
+        self.on_begin: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.on_pass: Callable[[], None] | None = None
         self._change_seen = False
@@ -314,6 +317,8 @@ class Engine:
         # With waits="parameters", messages of the last pass may still use the buffers that this pass packs into.
         for index in list(self._pending):
             self.finish_message(index)
+        if self.on_begin is not None and not self.deferred:
+            self.on_begin()
         if self._compressor_state.has_residuals:
             self._compressor_state.begin_step(self._loss_scale)
         self._armed = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,10 +121,10 @@ class ExactReplica(Replica):
         Raises:
             PlanError: (on every rank) parameters changed on some ranks only, or the user's plan does not have them.
         """
-        if self._comparing and self.enabled:
-            self._compare()
-        else:
+        if not self._comparing or not self.enabled:
             self.note_changes()
+        elif self._compare():
+            self._accept_change()
 
     def note_changes(self) -> None:
         """Let the next synchronized pass tell the other ranks if this rank's parameters changed.
@@ -135,7 +135,7 @@ class ExactReplica(Replica):
         if engine is None or not engine.enabled:
             return
         engine.changed = self._watch.changed()
-        if engine.changed:
+        if engine.changed and not self._covers():
             engine.renew_hooks(parameter for _, parameter in variable_names(self._module))
 
     def end_training(self) -> None:
@@ -207,8 +207,21 @@ class ExactReplica(Replica):
         if self._check is not None:
             self._check.count(self._compared, self._frozen)
 
-    def _compare(self) -> None:
-        """Raise if parameters differ between ranks, and follow a change that all ranks made."""
+    def _begin_pass(self) -> None:
+        """Compare parameters at the first gradient of a pass, where no `backward` did so before the pass.
+
+        Ranks make equally many backward passes, unlike forward passes. A change that needs no other plan is accepted
+        now, so that the pass exchanges the right messages at once; `_follow_change` handles others after the pass.
+        """
+        if not self._comparing:
+            return
+        assert self._engine is not None
+        self._engine.changed = self._compare()
+        if self._engine.changed and self._covers():
+            self._accept_change()
+
+    def _compare(self) -> bool:
+        """Raise if parameters differ between ranks; returns whether all ranks made a change."""
         own = self._watch.digest()
         # The maximum of the negated digests is the negated minimum, so one all-reduce compares them.
         extremes = torch.tensor([own, -own], dtype=torch.int64, device=group_device(self._group))
@@ -218,8 +231,7 @@ class ExactReplica(Replica):
             self._refuse_differences()
         self._calm = self._calm + 1 if own == self._agreed else 0
         self._comparing = self._calm < _CALM
-        if own != self._agreed:
-            self._accept_change()
+        return own != self._agreed
 
     def _follow_change(self) -> None:
         """Handle a pass before which some rank's parameters changed.
@@ -245,21 +257,29 @@ class ExactReplica(Replica):
         self._engine.changed = False
         self._watch.accept()
         self._agreed = self._watch.digest()
-        current = dict(variable_names(self._module, also=set(self._planned.values())))
-        if current.keys() == self._planned.keys() and all(
+        if self._covers():
+            self._choose_compared()
+        else:
+            self._plan_anew()
+
+    def _covers(self) -> bool:
+        """Whether the plan has all parameters that train now, in their present dtypes."""
+        current = self._current()
+        return current.keys() == self._planned.keys() and all(
             self._planned[name] is parameter and self._dtypes[name] == parameter.dtype
             for name, parameter in current.items()
-        ):
-            self._choose_compared()
-            return
-        self._plan_anew(current)
+        )
 
-    def _plan_anew(self, current: Mapping[str, nn.Parameter]) -> None:
-        """Make a plan for the parameters ``current``, and an engine for it.
+    def _current(self) -> dict[str, nn.Parameter]:
+        """The parameters that train now or are in the plan, so that networks that train in turn share a plan."""
+        return dict(variable_names(self._module, also=set(self._planned.values())))
+
+    def _plan_anew(self) -> None:
+        """Make a plan for the current parameters, and an engine for it.
 
         The state of compressors is kept, except for variables with another compressor in the new plan.
         """
-        new = [name for name in current if name not in self._planned]
+        new = [name for name in self._current() if name not in self._planned]
         if new and self._settings.fixed:
             raise PlanError(
                 f"{self._settings.source}: groups: parameter '{new[0]}' was unfrozen or added, but is in no group "
@@ -296,8 +316,7 @@ class ExactReplica(Replica):
         self._frozen = {name: parameter for name, parameter in kept.items() if name not in self._planned}
 
     def _start(self) -> Engine:
-        # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share a plan.
-        self._planned = dict(variable_names(self._module, also=set(self._planned.values())))
+        self._planned = self._current()
         self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         self._choose_compared()
         found = self._resolution
@@ -316,7 +335,7 @@ class ExactReplica(Replica):
             static_graph=self._settings.static_graph,
             watched=self._watched,
         )
-        engine.on_change, engine.on_pass = self._follow_change, self._check_weights
+        engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._check_weights
         return engine
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import models
 import torch
 import torch.distributed as dist
 from jobs import distance, make_fabric, make_trainer, replicas_equal
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
+from lightning_autosync.engine.gradients import DenseGradients
 from lightning_autosync.engine.replicas import ReplicaCheck
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import exact as replica_module
@@ -309,6 +313,103 @@ def in_turn(**strategy: Any) -> dict[str, float]:
     finally:
         replica_module.Engine = own  # type: ignore[misc]
     return {"distance": distance(*trained), "plans": plans}
+
+
+def _train_in_turn(
+    strategy: Any, began: Callable[[int], None] = lambda step: None, looks: bool = False, odd: int | None = None
+) -> nn.Module:
+    """A module of two parts, of which one trains while the other is frozen, in a loop of the user's own.
+
+    Args:
+        strategy: Fabric's strategy.
+        began: called before each backward pass with its number.
+        looks: whether rank 0 runs the module more often than the other ranks.
+        odd: the step before which rank 1 freezes a parameter that trains elsewhere.
+    """
+    fabric = make_fabric(strategy)
+    seed_everything(3)
+    plain = models.Plain()
+    module, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    inputs = torch.randn(12, 4, models.FEATURES, generator=torch.Generator().manual_seed(dist.get_rank()))
+    try:
+        for step, batch in enumerate(inputs):
+            plain.body.requires_grad_(step % 2 == 0)
+            plain.head.requires_grad_(step % 2 == 1)
+            if step == odd and dist.get_rank() == 1:
+                plain.head.bias.requires_grad_(False)
+            for _ in range(step if looks and dist.get_rank() == 0 else 0):
+                module(batch)
+            loss = module(batch).square().mean()
+            began(step)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        fabric.strategy.teardown()
+    return plain
+
+
+def in_turn_under_fabric(**strategy: Any) -> dict[str, Any]:
+    """How far networks that are frozen in turn end from DDP's, and what their passes exchange.
+
+    Returns:
+        The largest distance of weights, the largest number of exchanges of one message in each pass, and the number of
+        collectives that gather data of all ranks after the second pass.
+    """
+    passes: list[Counter[int]] = []
+    gathers: list[int] = []
+    start = DenseGradients.start
+
+    def counted(self: DenseGradients) -> None:
+        passes[-1][self.message.index] += 1
+        start(self)
+
+    with (
+        mock.patch.object(DenseGradients, "start", counted),
+        mock.patch.object(replica_module, "gather_json", wraps=replica_module.gather_json) as gather,
+    ):
+
+        def began(step: int) -> None:
+            passes.append(Counter())
+            gathers.append(gather.call_count)
+
+        ours = _train_in_turn(AutoSyncFabricStrategy(**strategy), began, looks=True)
+        after = gather.call_count - gathers[2]
+    theirs = _train_in_turn(FabricDDP(find_unused_parameters=True))
+    return {"distance": distance(ours, theirs), "exchanges": [max(one.values()) for one in passes], "gathers": after}
+
+
+def odd_in_turn(**strategy: Any) -> str:
+    """The error where networks are frozen in turn, and one rank then freezes more than the others."""
+    try:
+        _train_in_turn(AutoSyncFabricStrategy(**strategy), odd=7)
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def new_head_in_turn(**strategy: Any) -> float:
+    """How far replicas are apart that get a new head while the ranks compare their parameters in each pass."""
+    fabric = make_fabric(AutoSyncFabricStrategy(check_replicas=1, **strategy))
+    seed_everything(3)
+    plain = models.Plain()
+    module, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    inputs = torch.randn(8, 4, models.FEATURES, generator=torch.Generator().manual_seed(dist.get_rank()))
+    try:
+        for step, batch in enumerate(inputs):
+            plain.body.requires_grad_(step % 2 == 0)
+            if step == CHANGE_AT:
+                new_head(plain)
+                optimizer.param_groups[0]["params"] = list(plain.parameters())
+                changed = Trained(plain.head, optimizer)
+            for _ in range(step * dist.get_rank()):
+                module(batch)
+            fabric.backward(module(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        fabric.strategy.teardown()
+    return math.inf if changed.unmoved() else apart(plain)
 
 
 def other_forms(dtype: str = "float32", rows: int = 6) -> str:

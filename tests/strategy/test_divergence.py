@@ -134,6 +134,28 @@ def test_networks_that_are_frozen_in_turn_keep_their_engine(duo, strategy: dict[
         assert found["plans"] <= 2
 
 
+@pytest.mark.parametrize("strategy", [*PLANS, A_MESSAGE_EACH, {"gradient_as_bucket_view": True}])
+def test_networks_that_are_frozen_in_turn_exchange_each_message_once_under_fabric(duo, strategy) -> None:
+    for found in duo.run(divergence_jobs.in_turn_under_fabric, **strategy):
+        assert found["distance"] < 1e-6
+        assert len(found["exchanges"]) == 12
+        assert max(found["exchanges"][2:]) == 1, "once both structures were seen"
+        assert found["gathers"] == 0
+
+
+@pytest.mark.parametrize("strategy", [*PLANS, A_MESSAGE_EACH])
+def test_one_rank_that_freezes_more_than_others_in_turn_is_an_error_on_all(duo, strategy) -> None:
+    for error in duo.run(divergence_jobs.odd_in_turn, **strategy):
+        assert error.startswith(
+            "PlanError: model: parameter 'head.bias': requires_grad is False on rank 1, and True on rank 0"
+        )
+
+
+@pytest.mark.parametrize("strategy", PLANS)
+def test_a_new_part_trains_while_others_are_frozen_in_turn(duo, strategy) -> None:
+    assert duo.run(divergence_jobs.new_head_in_turn, **strategy) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("as_view", [False, True])
 @pytest.mark.parametrize("plan", [None, "all_reduce", "packed_trees"])
 def test_a_gradient_of_one_rank_is_the_mean_when_another_part_begins_to_train(duo, plan, as_view: bool) -> None:
