@@ -6,9 +6,9 @@ steps. It breaks when a process dies, and a process that ends with an error repo
 out, rank 0 asks all ranks for a sign of life and sends every rank the same verdict.
 
 Often an error, or a signal, ends all ranks alike, and hooks for it make collective calls, for example to save a
-checkpoint. A rank in such hooks therefore waits on for ranks that ended with an error, until they are gone. Rank 0,
-which writes checkpoints, is the exception: it waits only while all ranks made the same calls. The others go when it
-does.
+checkpoint. A rank in such hooks therefore waits on for ranks that ended with an error, until they are gone or no longer
+answer. Rank 0, which writes checkpoints, is the exception: it waits only while all ranks made the same calls. The
+others go when it does, or when it gives up a call in its hooks.
 """
 
 from __future__ import annotations
@@ -101,12 +101,18 @@ class Inquiry:
         """Whether some rank has asked for a verdict."""
         return self._requested is not None
 
+    def silent(self, now: float) -> list[int]:
+        """Ranks that have not answered a ping in time, sorted."""
+        # A copy, because another thread may change the dictionary meanwhile.
+        pinged = self._pinged.copy()
+        return sorted(rank for rank, since in pinged.items() if now - since >= self._answer_timeout)
+
     def verdict(self, now: float) -> Verdict | None:
         """The verdict; None if no rank has asked for one, or while answers may still come."""
         if self._requested is None:
             return None
-        silent = sorted(self._pinged)
-        if any(now - self._pinged[rank] < self._answer_timeout for rank in silent):
+        silent = self.silent(now)
+        if len(silent) < len(self._pinged):
             return None
         if silent:
             others = f"; ranks {', '.join(map(str, silent[1:]))} do not answer either" if silent[1:] else ""
@@ -192,10 +198,12 @@ class FailureDetector(Monitor):
         self._first_left = False
         self._failing = False
         """Whether this rank's hooks for an error run."""
+        self._asked = 0.0
+        """Time at which these hooks last asked for signs of life."""
         self._broken_off = False
         """Whether this rank, or on rank 0 any rank, broke off an exchange, so that ranks made different calls."""
         self._gone: float | None = None
-        """Time since which an end of this rank's connections is gone."""
+        """Time since which an end of this rank's connections is gone, or makes no more calls."""
         self._closed = self._over = False
         self._calls: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -214,21 +222,36 @@ class FailureDetector(Monitor):
     # Methods for waiting threads
 
     def check(self) -> None:
-        if self._failing and self._others_may_come():
+        verdict = self._verdict_in_hooks() if self._failing else self.verdict
+        if verdict is not None:
+            self._give_up()
+            raise self._error(verdict, "")
+        if self._failing:
             return
-        if self.verdict is not None:
-            self._break_off()
-            raise self._error(self.verdict, "")
         if self._terminated is not None and time.monotonic() - self._terminated > self.answer_timeout:
             self._break_off()
             raise ExchangeError("this rank got a SIGTERM while it waited for other ranks, which did not answer in time")
 
-    def _others_may_come(self) -> bool:
-        """Whether the other ranks may still come to a call in this rank's hooks for an error."""
-        if (self.verdict is not None and not self.verdict.announced) or (self.rank == 0 and self._broken_off):
-            return False
+    def _verdict_in_hooks(self) -> Verdict | None:
+        """What ends a wait in this rank's hooks for an error; None while the other ranks may still come."""
+        now = time.monotonic()
         # A rank that has gone may have sent its part of this call before.
-        return self._gone is None or time.monotonic() - self._gone < self.answer_timeout / 4
+        gone = self._gone is not None and now - self._gone >= self.answer_timeout / 4
+        if gone or (self.rank == 0 and self._broken_off) or (self.verdict is not None and not self.verdict.announced):
+            return self.verdict
+        if now - self._asked >= self.answer_timeout / 4:
+            self._asked = now
+            self._submit(self._ask_for_life)
+        silent = self._silent
+        return None if silent is None else Verdict(silent, _SILENT)
+
+    @property
+    def _silent(self) -> int | None:
+        """A rank that owes an answer for too long; None if there is none."""
+        now, since = time.monotonic(), self._unanswered
+        if self._inquiry is not None:
+            return next(iter(self._inquiry.silent(now)), None)
+        return 0 if since is not None and now - since > self.answer_timeout else None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -243,7 +266,7 @@ class FailureDetector(Monitor):
         self._submit(self._ping_all)
 
     def explain(self, cause: str, late: bool = False) -> ExchangeError:
-        self._break_off()
+        self._give_up()
         # A backend's own error ends the wait before this is called. Without another wait, the verdict would be that
         # this rank does not come.
         with self.waiting():
@@ -299,8 +322,7 @@ class FailureDetector(Monitor):
     def _await_verdict(self) -> None:
         deadline = time.monotonic() + 3 * self.answer_timeout
         while not self._known.wait(self.answer_timeout / 10) and time.monotonic() < deadline:
-            since = self._unanswered
-            if since is not None and time.monotonic() - since > self.answer_timeout:
+            if self._silent == 0:
                 self._submit(lambda: self._tell_all(Verdict(0, _SILENT)))
 
     def _error(self, verdict: Verdict, cause: str) -> ExchangeError:
@@ -308,6 +330,11 @@ class FailureDetector(Monitor):
             return ExchangeError(f"{cause or 'an exchange failed'}; {verdict.why}")
         if verdict.why == _ENDED and f"rank {verdict.rank} " in cause:
             return ExchangeError(cause)
+        if verdict.rank == self.rank and verdict.announced:
+            return ExchangeError(
+                f"the other ranks did not come to a collective call that this rank ({self.rank}) made as it ended: "
+                f"{verdict.why}"
+            )
         if verdict.rank == self.rank:
             return ExchangeError(f"the other ranks expelled this rank ({self.rank}): {verdict.why}")
         return PeerLost(verdict.rank, verdict.why)
@@ -325,6 +352,13 @@ class FailureDetector(Monitor):
         self._broken_off = True
         if self._inquiry is None:
             self._submit(lambda: self._connections[0].send({"broke off": True}))
+
+    def _give_up(self) -> None:
+        """Break off this call. If that ends rank 0's hooks, tell the ranks that let it finish them."""
+        self._break_off()
+        if self._inquiry is not None and self._failing:
+            # What a hook raises skips Lightning's teardown, so this rank may not close while its process lives.
+            self._submit(lambda: self._send_all({"broke off": True}))
 
     def _submit(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
@@ -378,8 +412,10 @@ class FailureDetector(Monitor):
                 self._ping_all()
             case {"verdict": [int() | None as culprit, str() as why, bool() as announced]}:
                 (self._accept if self._inquiry is None else self._tell_all)(Verdict(culprit, why, announced))
-            case {"broke off": _}:
+            case {"broke off": _} if self._inquiry is not None:
                 self._broken_off = True
+            case {"broke off": _}:
+                self._gone = self._gone or time.monotonic()
             case {"leave": _}:
                 self._gone = self._gone or time.monotonic()
                 if self._inquiry is not None:
@@ -392,6 +428,13 @@ class FailureDetector(Monitor):
             return
         for rank in self._inquiry.ranks_to_ping(time.monotonic()):
             self._connections[rank].send({"ping": True})
+
+    def _ask_for_life(self) -> None:
+        """Ask those that this rank is connected to for a sign of life, unless they owe one."""
+        if self._inquiry is not None:
+            self._ping_all()
+        elif self._unanswered is None:
+            self._ask_first({"ping": True})
 
     def _request(self, late: bool, rank: int = 0) -> None:
         """Ask for a verdict in the name of ``rank``."""
@@ -425,9 +468,13 @@ class FailureDetector(Monitor):
         if self.verdict is not None:
             return
         self._accept(verdict)
+        self._send_all({"verdict": [*verdict]})
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        """Send a message on all connections that are not lost."""
         for connection in self._connections.values():
             if connection.lost is None:
-                connection.send({"verdict": [*verdict]})
+                connection.send(message)
 
     def _accept(self, verdict: Verdict) -> None:
         if self.verdict is None:
@@ -435,9 +482,7 @@ class FailureDetector(Monitor):
             self._known.set()
 
     def _say_goodbye(self) -> None:
-        for connection in self._connections.values():
-            if connection.lost is None:
-                connection.send({"leave": True})
+        self._send_all({"leave": True})
         self._over = self._inquiry is None or not self._inquiry.present
         self._said_goodbye.set()
 

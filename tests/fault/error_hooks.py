@@ -24,6 +24,8 @@ STRUCK = 3
 """Steps after which ranks meet their fault."""
 WRITING = 4.0
 """Seconds that a checkpoint takes: more than a live rank may take to answer, and than one waits after a SIGTERM."""
+LASTING = 30.0
+"""Seconds for which a process that outlives its error waits for the others' ends."""
 
 
 class Faulty(LightningModule):
@@ -67,7 +69,16 @@ class Notes(Callback):
 
 
 def train(
-    store: dist.Store, rank: int, size: int, rejoin: bool, port: int, folder: str, kind: str, how: str, ranks: list[int]
+    store: dist.Store,
+    rank: int,
+    size: int,
+    rejoin: bool,
+    port: int,
+    folder: str,
+    kind: str,
+    how: str,
+    ranks: list[int],
+    lasting: bool,
 ) -> dict[str, Any]:
     """What ``fit`` raises on this rank, when, and what became of the checkpoint in its hooks."""
     join(rank, size, port)
@@ -92,10 +103,17 @@ def train(
         trainer.fit(module, DataLoader(data, batch_size=4))
     except BaseException as cause:
         error = f"{type(cause).__name__}: {cause}"
-    return {
+    found = {
         "error": error,
         "seconds": time.time() - began,
         "at": time.time(),
         "written": writer.written,
         "told": notes.told,
     }
+    if lasting:
+        # As in a notebook: this process's connections stay open.
+        store.add("ended", 1)
+        limit = time.monotonic() + LASTING
+        while store.add("ended", 0) < size and time.monotonic() < limit:
+            time.sleep(0.1)
+    return found

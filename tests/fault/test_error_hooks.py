@@ -16,9 +16,9 @@ LIMIT = 60.0
 ENDS = {"error": "ValueError: no luck", "sigterm": "SIGTERMException: "}
 
 
-def ended(folder: Path, kind: str, how: str, ranks: list[int]) -> list[dict[str, Any]]:
-    """What each of three ranks tells where ``ranks`` meet a fault."""
-    options = {"folder": str(folder), "kind": kind, "how": how, "ranks": ranks}
+def ended(folder: Path, kind: str, how: str, ranks: list[int], lasting: bool = False) -> list[dict[str, Any]]:
+    """What each of three ranks tells where ``ranks`` meet a fault; ``lasting`` processes live on until all ended."""
+    options = {"folder": str(folder), "kind": kind, "how": how, "ranks": ranks, "lasting": lasting}
     with Crew("error_hooks:train", 3, port=free_port(), **options) as crew:
         return [crew.result(rank, LIMIT) for rank in range(3)]
 
@@ -40,10 +40,20 @@ def test_ranks_that_end_alike_save_a_checkpoint_together(tmp_path: Path, kind: s
     assert steps(tmp_path) == (STRUCK if how == "error" else STRUCK + 1)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("victim", "lasting"),
+    [
+        (0, False),
+        (1, True),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("kind", ["native", "ring"])
-def test_an_error_of_one_rank_ends_all_once_the_checkpoint_is_written(tmp_path: Path, kind: str, victim: int) -> None:
-    found = ended(tmp_path, kind, "error", [victim])
+def test_an_error_of_one_rank_ends_all_once_the_checkpoint_is_written(
+    tmp_path: Path, kind: str, victim: int, lasting: bool
+) -> None:
+    found = ended(tmp_path, kind, "error", [victim], lasting)
     errors = [seen["error"] for seen in found]
     assert all("ValueError: no luck" in error for error in errors), errors
     assert all(seen["seconds"] < WRITING + 15.0 for seen in found)

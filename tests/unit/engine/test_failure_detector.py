@@ -183,7 +183,9 @@ def test_who_ends_like_the_others_waits_for_them_until_they_are_gone(
     ends[1].fail(ValueError("too small"))
     assert [wait_for_error(end, 0.3) for end in ends] == ["", ""]
     ends[1].close()
-    assert wait_for_error(ends[0]) == "the other ranks expelled this rank (0): it got a SIGTERM"
+    assert wait_for_error(ends[0]) == (
+        "the other ranks did not come to a collective call that this rank (0) made as it ended: it got a SIGTERM"
+    )
 
 
 def test_who_ends_without_an_error_of_its_own_lets_the_first_rank_finish_only(
@@ -194,9 +196,37 @@ def test_who_ends_without_an_error_of_its_own_lets_the_first_rank_finish_only(
     assert wait_for_error(ends[1]) == "rank 0 is lost: it ended with ValueError: too small"
     ends[1].fail(PeerLost(0, "it ended with ValueError: too small"))
     assert wait_for_error(ends[1], 0.3) == ""
-    assert "expelled this rank" in wait_for_error(ends[0])
+    assert "did not come to a collective call that this rank (0) made" in wait_for_error(ends[0])
     ends[0].close()
     assert "rank 0 is lost" in wait_for_error(ends[1])
+
+
+def test_who_waits_for_the_first_rank_ends_when_that_gives_up_its_hooks(
+    ends: tuple[FailureDetector, FailureDetector],
+) -> None:
+    """The first rank's process lives on, and no teardown follows what its hook raises."""
+    ends[1].fail(ValueError("too small"))
+    why = "it ended with ValueError: too small"
+    assert wait_for_error(ends[0]) == f"rank 1 is lost: {why}"
+    ends[0].fail(PeerLost(1, why))
+    assert wait_for_error(ends[1], 1.5 * ends[1].answer_timeout) == ""  # the first rank writes a checkpoint
+    assert wait_for_error(ends[0]) == f"rank 1 is lost: {why}"
+    called = "the other ranks did not come to a collective call that this rank (1) made as it ended"
+    assert wait_for_error(ends[1]) == f"{called}: {why}"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_ends_with_an_error_does_not_wait_for_one_that_does_not_answer(failing: int) -> None:
+    """As one that is stopped: its connections stay open."""
+    one, other = socket.socketpair()
+    end = FailureDetector(failing, {1 - failing: one}, 4.0)
+    try:
+        end.fail(ValueError("too small"))
+        assert wait_for_error(end, 0.5 * end.answer_timeout) == ""
+        assert f"rank {1 - failing} is lost: it does not answer" in wait_for_error(end)
+    finally:
+        end.close()
+        other.close()
 
 
 def test_who_ends_with_an_error_does_not_wait_for_one_that_died(
