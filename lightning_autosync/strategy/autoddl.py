@@ -28,7 +28,7 @@ from lightning_autosync.strategy.autoddl_checkpoint import SplitCheckpoints
 from lightning_autosync.strategy.base import SynchronizedModule
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.first_batch import FirstBatch
-from lightning_autosync.strategy.hybrid_choice import Choice, choice_of_rank_zero, choose_hybrid_plan
+from lightning_autosync.strategy.hybrid_choice import Choice, choose_hybrid_plan, common_choice
 from lightning_autosync.strategy.mixin import AutoSyncMixin
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
@@ -250,7 +250,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             return Choice(reason=str(error)), None
         place = cluster, self._memory, self.num_nodes, self.num_processes
         # Ranks may search for batches of other shapes, and must still try the same plans in the same order.
-        found = choice_of_rank_zero(agree(lambda: choose_hybrid_plan(first, *place), lambda _: {}))
+        found = common_choice(agree(lambda: choose_hybrid_plan(first, *place), lambda _: {}))
         if found.plans:
             agree(lambda: fingerprint(self._plain), lambda model: {"model": model})
         return found, first

@@ -27,12 +27,14 @@ class Choice:
         reason: the reason, in one sentence.
         fits: whether data parallelism fits into the allowed memory.
         notes: remarks for the user about the split model, one line each.
+        needs: bytes per rank that data parallelism needs; 0 if no memory is given.
     """
 
     plans: tuple[HybridPlan, ...] = ()
     reason: str = ""
     fits: bool = True
     notes: tuple[str, ...] = field(default=())
+    needs: float = 0.0
 
 
 def choose_hybrid_plan(
@@ -64,12 +66,13 @@ def choose_hybrid_plan(
     return _judge(found, where, memory, why, graph.notes)
 
 
-def choice_of_rank_zero(own: Choice) -> Choice:
-    """Rank 0's choice, on every rank; collective."""
-    data = {"plans": [plan.to_dict() for plan in own.plans], "reason": own.reason, "fits": own.fits, "notes": own.notes}
-    told = gather_json(data)[0]
+def common_choice(own: Choice) -> Choice:
+    """One rank's choice, on every rank: that of the first rank whose batch needs the most memory; collective."""
+    # With memory given, what fits for the largest batch fits on all ranks. Otherwise this is rank 0's choice.
+    data = {**vars(own), "plans": [plan.to_dict() for plan in own.plans]}
+    told = max(gather_json(data), key=lambda theirs: float(theirs["needs"]))
     plans = tuple(HybridPlan.from_dict(plan) for plan in told["plans"])
-    return Choice(plans, told["reason"], told["fits"], tuple(told["notes"]))
+    return Choice(**{**told, "plans": plans, "notes": tuple(told["notes"])})
 
 
 def _links(
@@ -91,7 +94,8 @@ def _links(
 
 def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, notes: tuple[str, ...]) -> Choice:
     plain, best = found.data_parallel, found.best
-    fits = memory is None or plain.memory <= memory
+    needs = 0.0 if memory is None else float(plain.memory)
+    fits = memory is None or needs <= memory
     if memory is not None and best.memory > memory:
         raise PlanError(
             f"memory: no plan fits into {_size(memory)} on each rank; the smallest plan needs {_size(best.memory)}"
@@ -104,11 +108,12 @@ def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, n
     )
     times = f"{best.step_seconds:.3g} s a step, against {plain_seconds:.3g} s with data parallelism, {why}"
     if not split:
-        return Choice((), f"no split of operators is more than 5% faster: the best plan takes {times}", fits, notes)
+        reason = f"no split of operators is more than 5% faster: the best plan takes {times}"
+        return Choice((), reason, fits, notes, needs)
     if not fits:
-        needs = f"data parallelism needs {_size(plain.memory)} on each rank, but {_size(memory or 0.0)} are allowed"
-        return Choice(split, f"{needs}; this plan needs {_size(best.memory)} and takes {times}", fits, notes)
-    return Choice(split, f"it takes {times}", fits, notes)
+        lack = f"data parallelism needs {_size(needs)} on each rank, but {_size(memory or 0.0)} are allowed"
+        return Choice(split, f"{lack}; this plan needs {_size(best.memory)} and takes {times}", fits, notes, needs)
+    return Choice(split, f"it takes {times}", fits, notes, needs)
 
 
 def _data_parallel_seconds(plain: Candidate, cluster: ClusterSpec) -> float:

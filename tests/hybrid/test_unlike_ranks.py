@@ -9,7 +9,9 @@ import pytest
 from hybrid import unlike
 
 
-@pytest.mark.parametrize("between", ["count", "mask", "own mask", "running buffer", "part of a buffer"])
+@pytest.mark.parametrize(
+    "between", ["count", "mask", "own mask", "running buffer", "sometimes changed", "part of a buffer"]
+)
 def test_operands_of_own_samples(pool: Any, between: str) -> None:
     assert max(pool.run(unlike.distance, between=between)) < 1e-12
 
@@ -30,3 +32,8 @@ def test_a_pass_that_differs_is_found_before_the_next(pool: Any, between: str, t
     assert set(pool.run(unlike.second_pass, between=between, alike=True)) == {""}
     for found in pool.run(unlike.second_pass, between=between, alike=False)[:2]:
         assert found.startswith(f"ExchangeError: {told}")
+
+
+def test_a_buffer_that_only_some_ranks_change_late_is_found_before_the_next_pass(pool: Any) -> None:
+    for found in pool.run(unlike.late_change)[:2]:
+        assert found.startswith("2: the last pass changed a buffer on rank 1 in another way than on rank 0")

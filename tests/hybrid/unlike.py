@@ -44,11 +44,19 @@ def _running(module: Between, value: Tensor, x: Tensor) -> Tensor:
     return value / module.scale
 
 
+def _sometimes(module: Between, value: Tensor, x: Tensor) -> Tensor:
+    value = value + module.scale
+    if x.sum() > 0:
+        module.scale.mul_(1.5)
+    return value * module.scale
+
+
 BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
     "count": lambda module, value, x: value / (x > -1).sum(),
     "mask": lambda module, value, x: value.masked_fill((x > 0).all(0).repeat(HIDDEN // INPUTS), 0.0),
     "own mask": lambda module, value, x: value.masked_fill(module.pattern == 1, 0.0),
     "running buffer": _running,
+    "sometimes changed": _sometimes,
     "part of a buffer": lambda module, value, x: value * module.scale[len(x[x > 0]) :][:1],
     "number": lambda module, value, x: value * float((x > 0).sum()),
     "layer": _either,
@@ -122,6 +130,24 @@ def changed_copy() -> str:
             module.down.bias.data += dist.get_rank()
     except AutoSyncError as error:
         return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def late_change() -> str:
+    """What ranks are told in a third pass when rank 1 changes a buffer between two uses in the second one."""
+    if dist.get_rank() >= 2:
+        mesh_groups(PLAN, range(2))
+        return ""
+    torch.manual_seed(1)
+    module = Between("sometimes changed").double()
+    split = make_split(module)
+    try:
+        for number in range(3):
+            inputs = make_inputs(alike=number == 0)
+            with split.forward(inputs):
+                bring_home(module(inputs))
+    except AutoSyncError as error:
+        return f"{number}: {error}"
     return ""
 
 

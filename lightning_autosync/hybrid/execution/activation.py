@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid.execution.boxing import change_layout
+from lightning_autosync.hybrid.execution.compared_buffers import ComparedBuffers, checksum
 from lightning_autosync.hybrid.execution.layouts import Layout, State, home_shape
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.pass_record import PassRecord
@@ -34,6 +35,7 @@ class Surroundings:
         mesh: the mesh of the ranks.
         streams: the ranks' random numbers.
         record: what the current pass did, to be compared between ranks.
+        buffers: the model's buffers, which ranks compare before a pass.
         home_states: states of the home layout.
         in_pass: whether a forward pass that all ranks make is under way.
     """
@@ -42,6 +44,7 @@ class Surroundings:
         self.mesh = mesh
         self.streams = streams
         self.record = PassRecord()
+        self.buffers = ComparedBuffers(mesh)
         self.home_states: tuple[State, ...] = tuple("batch" for _ in mesh.sizes)
         self.in_pass = False
         self._warned = False
@@ -60,19 +63,30 @@ class Surroundings:
         return found
 
     def convert(self, value: Tensor, source: Layout, states: Sequence[State]) -> Tensor:
-        """`change_layout`, and a note in the record of the pass."""
-        self.record.note(tuple(value.shape), source, states)
+        """`change_layout`, and a note in the record of the pass if ranks send messages for it."""
+        # A rank takes its part of a buffer without a message, and again after a change that other ranks may not make.
+        if value.requires_grad or source.rows is not None or not source.home:
+            self.record.note(tuple(value.shape), source, states)
         return change_layout(value, source, states, self.mesh)
 
     def alike(self, value: Tensor) -> bool:
-        """Whether a plain tensor is the same on all ranks; collective."""
+        """Whether a plain tensor is the same on all ranks; collective, unless ranks compared it before the pass."""
+        place = self.buffers.place(value)
+        if place is None:
+            found: bool = self._once(value, ("alike",), lambda: self._compare(value))
+            return found
+        self.record.note("buffer", place)
+        known = self.buffers.use(place)
+        if known is None:
+            return self._compare(value)
+        if known and self.buffers.is_changed(place):
+            # A rank whose buffer did not change goes on without a message, so this one must, too.
+            self.record.note_buffer(int(checksum(value)))
+        return known
 
-        def compare() -> bool:
-            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            return self.mesh.all_have(zlib.crc32(data, zlib.crc32(repr(value.shape).encode())), value.device)
-
-        found: bool = self._once(value, ("alike",), compare)
-        return found
+    def _compare(self, value: Tensor) -> bool:
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        return self.mesh.all_have(zlib.crc32(data, zlib.crc32(repr(value.shape).encode())), value.device)
 
     def autocast(self, value: Tensor) -> Tensor:
         """The value in the dtype of products under autocast, if autocast is enabled."""
@@ -97,7 +111,8 @@ class Surroundings:
         )
 
     def forget(self) -> None:
-        """Clear the cache of converted and compared values."""
+        """Clear the cache of converted and compared values, at the end of a pass."""
+        self.buffers.end_pass()
         self._changed.clear()
 
     def _once(self, value: Tensor, what: tuple[object, ...], make: Callable[[], Any]) -> Any:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.hybrid.plan import HybridPlan
@@ -82,9 +83,14 @@ class LiveMesh:
     def all_have(self, number: int, device: torch.device) -> bool:
         """Whether the number is the same on all ranks; collective."""
         # The maximum of a number and that of its negative show it without a gather.
-        extremes = torch.tensor([number, -number], device=device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group(self.dimensions))
-        return int(extremes[0]) == -int(extremes[1])
+        largest, negated = self.largest(torch.tensor([number, -number], device=device))
+        return largest == -negated
+
+    def largest(self, numbers: Tensor) -> list[int]:
+        """The largest of all ranks' numbers in each place; collective, and it overwrites ``numbers``."""
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group(self.dimensions))
+        found: list[int] = numbers.tolist()
+        return found
 
     def _place(self, dimensions: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(self.members[rank] for rank in self.peers(dimensions)))

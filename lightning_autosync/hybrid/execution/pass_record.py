@@ -16,6 +16,7 @@ class PassRecord:
     def __init__(self) -> None:
         self._calls = 0
         self._numbers = 0
+        self._buffers = 0
 
     def note(self, *facts: object) -> None:
         """Note a call of a split operator or a change of layout."""
@@ -27,8 +28,12 @@ class PassRecord:
         if numbers:
             self._numbers = zlib.crc32(repr((name, numbers)).encode(), self._numbers)
 
-    def take(self) -> tuple[int, int]:
-        """The checksums of calls and of numbers since the last call."""
-        found = self._calls, self._numbers
-        self._calls = self._numbers = 0
+    def note_buffer(self, checksum: int) -> None:
+        """Note the contents of a buffer that the pass changed on this rank, and then used as if all ranks had."""
+        self._buffers = zlib.crc32(repr(checksum).encode(), self._buffers)
+
+    def take(self) -> tuple[int, int, int]:
+        """The checksums of calls, of numbers and of changed buffers since the last call."""
+        found = self._calls, self._numbers, self._buffers
+        self._calls = self._numbers = self._buffers = 0
         return found

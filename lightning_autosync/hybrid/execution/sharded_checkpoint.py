@@ -6,7 +6,8 @@ Tensors have the names, shapes and offsets of the unsplit model, so that any mes
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
 from lightning_autosync.hybrid.execution.checked_reader import CheckedReader
@@ -75,10 +77,35 @@ def _stored(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
 
 
+class _BuffersFromFirst(DefaultSavePlanner):
+    """Torch's planner, but buffers that several ranks have come from the first of these.
+
+    Torch spreads tensors that all ranks have over them, and statistics of one layer that differ between ranks would
+    come from several.
+
+    Args:
+        buffers: names of the buffers in the checkpoint.
+    """
+
+    def __init__(self, buffers: Collection[str]) -> None:
+        super().__init__()
+        self._buffers = buffers
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        written: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            plans.append(replace(plan, items=[item for item in plan.items if item.index not in written]))
+            written |= {item.index for item in plan.items if item.index.fqn in self._buffers}
+        return super().create_global_plan(plans)
+
+
 def save_sharded(
     folder: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], split: SplitModel | None
 ) -> None:
-    """Write all tensors of a model and its optimizers; those that several ranks have come from the first; collective.
+    """Write all tensors of a model and its optimizers; collective.
+
+    Buffers that several ranks have come from the first of these. Ranks share the work of writing other tensors.
 
     Args:
         folder: a folder that all ranks can access.
@@ -86,12 +113,12 @@ def save_sharded(
         optimizers: optimizers of its parameters.
         split: the split model of the module; None if the module is whole on every rank.
     """
-    tensors = _model_tensors(module, split)
+    state = module.state_dict(keep_vars=True)
+    tensors = _model_tensors(state, split)
     for number, optimizer in enumerate(optimizers):
         tensors |= _optimizer_tensors(number, module, optimizer, split)
-    # By default torch spreads tensors that all ranks have over them, and statistics of one layer that differ between
-    # ranks would come from several.
-    dcp.save(tensors, checkpoint_id=folder, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+    buffers = {f"state_dict.{name}" for name, value in state.items() if not isinstance(value, nn.Parameter)}
+    dcp.save(tensors, checkpoint_id=folder, planner=_BuffersFromFirst(buffers))
 
 
 def load_sharded(
@@ -106,17 +133,17 @@ def load_sharded(
     """
     reader = CheckedReader(folder)
     stored = reader.read_metadata().state_dict_metadata
-    tensors = _model_tensors(module, split)
+    tensors = _model_tensors(module.state_dict(keep_vars=True), split)
     for number, optimizer in enumerate(optimizers):
         _make_states(number, module, optimizer, split, stored)
         tensors |= _optimizer_tensors(number, module, optimizer, split)
     dcp.load(tensors, storage_reader=reader)
 
 
-def _model_tensors(module: nn.Module, split: SplitModel | None) -> dict[str, Any]:
+def _model_tensors(state: Mapping[str, Any], split: SplitModel | None) -> dict[str, Any]:
     cuts = None if split is None else SavedCuts(split)
     found: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in state.items():
         if isinstance(value, Tensor):
             part = None if cuts is None else cuts.part_of(name, value)
             found[f"state_dict.{name}"] = _described(value.detach(), None if part is None else part.shard)

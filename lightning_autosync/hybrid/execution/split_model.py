@@ -180,6 +180,7 @@ class SplitModel:
             if part.shard.cuts:
                 parameter.grad = None
                 parameter.data = part.shard.take(parameter.data)
+        self.around.buffers.watch(self.module.buffers())
         for buffer in self.module.buffers():
             setattr(buffer, OWN, True)
 
@@ -200,7 +201,8 @@ class SplitModel:
         shapes = [list(tensor.shape) for tensor in _tensors_in(inputs)]
         trained = [part.parameter.requires_grad for part in self.parts.values()]
         own = [shapes, trained, *self.around.record.take()]
-        if not self.mesh.all_have(zlib.crc32(repr(own).encode()), self._device):
+        number = zlib.crc32(repr(own).encode())
+        if not self.around.buffers.exchange(number, self._device, self.module.training):
             _refuse_differences(gather_json(own, self.mesh.group(self.mesh.dimensions)), list(self.parts))
         if inputs and not shapes:
             raise ExchangeError(
@@ -232,7 +234,8 @@ def _refuse_differences(found: list[Any], names: list[str]) -> None:
         names: names of the parameters.
     """
     rank = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
-    (shapes, trained, calls, _), (first_shapes, first_trained, first_calls, _) = found[rank], found[0]
+    shapes, trained, calls, _, buffers = found[rank]
+    first_shapes, first_trained, first_calls, _, first_buffers = found[0]
     if shapes != first_shapes:
         raise ExchangeError(
             f"batch: its tensors have shapes {shapes} on rank {rank}, but {first_shapes} on rank 0. Split operators "
@@ -250,6 +253,11 @@ def _refuse_differences(found: list[Any], names: list[str]) -> None:
             f"the last pass called different split layers, or used different shapes, on rank {rank} than on rank 0. "
             "Split operators need the same calls and shapes on all ranks: no layer may be skipped on some ranks "
             "only, and no shape may depend on a rank's own samples"
+        )
+    if buffers != first_buffers:
+        raise ExchangeError(
+            f"the last pass changed a buffer on rank {rank} in another way than on rank 0, and combined it with split "
+            "values; allowed: changes that are the same on all ranks, or that the first pass of training makes, too"
         )
     raise ExchangeError(
         f"the last pass combined split values with a Python number that differs between rank {rank} and rank 0; a "

@@ -17,6 +17,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution import split_model
 from lightning_autosync.hybrid.execution.activation import bring_home
+from lightning_autosync.hybrid.execution.compared_buffers import ComparedBuffers
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.hybrid.traffic import pretended_job
@@ -43,7 +44,7 @@ def split() -> Iterator[SplitModel]:
 
 def _other_ranks(monkeypatch: pytest.MonkeyPatch, shapes: Any) -> None:
     """Rank 1 has a batch of other shapes."""
-    monkeypatch.setattr(LiveMesh, "all_have", lambda *_: False)
+    monkeypatch.setattr(ComparedBuffers, "exchange", lambda *_: False)
     monkeypatch.setattr(split_model, "gather_json", lambda own, group: [own, [shapes, *own[1:]]])
 
 
@@ -71,7 +72,7 @@ def test_tensors_are_found_in_batches(split: SplitModel, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("first", "other", "has", "lacks"), [(True, False, 0, 1), (False, True, 1, 0)])
 def test_the_rank_that_trains_is_named(first: bool, other: bool, has: int, lacks: int) -> None:
-    found = [[[[2, 8]], [True, first], 0, 0], [[[2, 8]], [True, other], 0, 0]]
+    found = [[[[2, 8]], [True, first], 0, 0, 0], [[[2, 8]], [True, other], 0, 0, 0]]
     with pytest.raises(ExchangeError, match=f"parameter 'bias' is trained on rank {has}, but frozen on rank {lacks};"):
         split_model._refuse_differences(found, ["weight", "bias"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
-from lightning_autosync.hybrid.execution.equivalence import Expectation, Task, expect, verify
+from lightning_autosync.hybrid.execution.equivalence import Expectation, Task, _gradient_faults, expect, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import SplitModel
@@ -124,3 +125,24 @@ def test_expected_gradients_are_not_copied_for_the_step() -> None:
     expected = compare(module, lambda: [SGD(module.parameters(), lr=0.1)])
     assert not expected.gradients
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrowed", "error", "refused"),
+    [
+        (torch.float32, None, 1e-3, True),
+        (torch.float32, torch.bfloat16, 1e-3, False),
+        (torch.bfloat16, None, 1e-3, False),
+        (torch.float32, torch.bfloat16, 1e-1, True),
+    ],
+)
+def test_rounding_of_gradients_that_cancel(
+    dtype: torch.dtype, narrowed: torch.dtype | None, error: float, refused: bool
+) -> None:
+    """The gradient of a bias before a batch norm is zero but for rounding, that of narrowed numbers, if there are."""
+    parameters = {name: nn.Parameter(torch.zeros(1, dtype=dtype)) for name in ("weight", "bias")}
+    parameters["weight"].grad, parameters["bias"].grad = (torch.full((1,), x, dtype=dtype) for x in (1.0, error))
+    wanted = {"weight": torch.ones(1, dtype=dtype), "bias": torch.zeros(1, dtype=dtype)}
+    expected = Expectation(gradients=wanted, norms={"weight": 1.0, "bias": 0.0}, narrowed=narrowed)
+    split: Any = SimpleNamespace(parts={name: SimpleNamespace(parameter=own) for name, own in parameters.items()})
+    assert bool(_gradient_faults(split, expected)) == refused

@@ -24,7 +24,7 @@ from lightning_autosync.hybrid.traffic import TrafficLog, pretended_job
 
 Sends = Counter[tuple[str, tuple[int, ...], str]]
 CHECK = 16
-"""Bytes with which ranks compare their batches."""
+"""Bytes with which ranks compare a buffer or a mask within a pass."""
 
 
 def logged(model: nn.Module, batch: torch.Tensor, plan: HybridPlan) -> Sends:
@@ -39,8 +39,9 @@ def logged(model: nn.Module, batch: torch.Tensor, plan: HybridPlan) -> Sends:
         value = output if isinstance(output, torch.Tensor) else output.logits
         with TrafficLog() as backward:
             value.sum().backward()
-    for phase, log in (("forward", forward), ("backward", backward)):
-        for one in log.collectives:
+    # Before a pass of a split model, ranks compare their batches and buffers.
+    for phase, logged_here in (("forward", forward.collectives[split.is_split :]), ("backward", backward.collectives)):
+        for one in logged_here:
             dimensions = tuple(k for k in mesh.dimensions if set(mesh.peers((k,))) <= set(one.ranks))
             if one.payload == CHECK and math.prod(mesh.sizes[k] for k in dimensions) == plan.world_size:
                 continue

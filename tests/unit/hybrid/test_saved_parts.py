@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.checkpoint import model_state
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
-from lightning_autosync.hybrid.execution.sharded_checkpoint import ShardedTensorView, _model_tensors
+from lightning_autosync.hybrid.execution.sharded_checkpoint import ShardedTensorView, _model_tensors, save_sharded
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.hybrid.traffic import pretended_job
 
@@ -54,7 +57,7 @@ def test_parts_are_put_together(hook: str) -> None:
         found = model_state(split, True)
         assert {name.removeprefix("net."): tuple(value.shape) for name, value in found.items()} == SHAPES
         assert {value.dtype for value in found.values()} == {torch.half if hook == "copies" else torch.float32}
-        described = _model_tensors(split.module, split)
+        described = _model_tensors(split.module.state_dict(keep_vars=True), split)
         assert {name for name, value in described.items() if isinstance(value, ShardedTensorView)} == {
             f"state_dict.{'net.' if hook == 'other names' else ''}{name}" for name in SHAPES if name != "1.bias"
         }
@@ -72,3 +75,22 @@ def test_a_part_of_another_shape_is_refused() -> None:
         pytest.raises(PlanError, match=r"state_dict: '0.weight' has shape \(16,\); allowed for this split parameter"),
     ):
         model_state(split, True)
+
+
+def test_ranks_share_the_work_of_writing_but_buffers_come_from_the_first() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    with mock.patch.object(dcp, "save") as save:
+        save_sharded("folder", module, [], None)
+    plans = _plans_of(save.call_args.kwargs["planner"], save.call_args.args[0])
+    written = [{item.index.fqn.removeprefix("state_dict.") for item in plan.items} for plan in plans]
+    assert written[0] | written[1] == set(module.state_dict())
+    assert not written[0] & written[1]
+    assert written[0] >= {name for name, _ in module.named_buffers()}
+    assert {"0.weight", "2.weight"} - written[0], "the first rank does not write both"
+
+
+def _plans_of(planner: SavePlanner, tensors: dict[str, Any]) -> list[SavePlan]:
+    """What each of two ranks with the same tensors writes."""
+    planner.set_up_planner(tensors, is_coordinator=True)
+    own = planner.create_local_plan()
+    return planner.create_global_plan([own, own])[0]
