@@ -108,7 +108,7 @@ def test_a_name_is_taken_once() -> None:
 
 
 def test_names_that_are_not_registered() -> None:
-    with pytest.raises(PlanError, match=r"topology: 'mesh' is not known; registered are .*ring"):
+    with pytest.raises(PlanError, match=r"topology: 'mesh' is not known; allowed: .*ring"):
         topologies.find("mesh")
-    with pytest.raises(PlanError, match=r"method: 'mesh' is not known; the registered topologies offer .*all_to_all"):
+    with pytest.raises(PlanError, match=r"method: 'mesh' is not known; allowed: .*all_to_all"):
         topologies.method("mesh")
