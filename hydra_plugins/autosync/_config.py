@@ -103,7 +103,7 @@ def refuse_within_rank() -> None:
     """
     if "LOCAL_RANK" in os.environ:
         raise SweepError(
-            "a sweep within a rank: LOCAL_RANK is set, so every rank of this job would run the whole sweep. Start the "
-            "sweep outside of torchrun; with hydra/launcher=autosync_torchrun each trial is a torchrun job of its own. "
-            "Under Lightning's own launch of ranks (strategies ddp, autosync) a sweep needs that launcher, too"
+            "cannot sweep within a rank: LOCAL_RANK is set, so every rank would run the whole sweep. Start the sweep "
+            "outside torchrun. With hydra/launcher=autosync_torchrun each trial is its own torchrun job. If Lightning "
+            "launches the ranks (strategies ddp, autosync), use that launcher, too"
         )

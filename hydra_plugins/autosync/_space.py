@@ -57,8 +57,8 @@ class Parameter:
         step = getattr(self.distribution, "step", None)
         if step is None or not isinstance(self.distribution, IntDistribution | FloatDistribution):
             raise SweepError(
-                f"{self.key}: an interval has no last value; a grid takes choices and ranges, "
-                "hydra/sweeper/sampler=tpe intervals too"
+                f"{self.key}: a grid cannot enumerate an interval; give a choice or a range, or set "
+                "hydra/sweeper/sampler=tpe"
             )
         low, high = self.distribution.low, self.distribution.high
         return [low + number * step for number in range(round((high - low) / step) + 1)]
@@ -154,10 +154,10 @@ def _interval(sweep: IntervalSweep) -> BaseDistribution:
 
 def _choice(override: Override, key: str) -> Parameter:
     if getattr(override.value(), "shuffle", False):
-        raise SweepError(f"{key}: the order of trials is the sampler's; leave shuffle out")
+        raise SweepError(f"{key}: shuffle is not allowed, because the sampler orders the trials; leave it out")
     words = list(override.sweep_string_iterator())
     if not words:
-        raise SweepError(f"{override.input_line}: there is nothing to choose from")
+        raise SweepError(f"{override.input_line}: the choice is empty")
     if len(set(words)) < len(words):
         raise SweepError(f"{override.input_line}: a value is given twice")
     values = [_scalar(raw, word) for raw, word in zip(override.sweep_iterator(), words, strict=True)]

@@ -42,7 +42,8 @@ def held(directory: Path) -> AbstractContextManager[None]:
     Raises:
         SweepError: another sweep is under way there.
     """
-    return documents.held(directory / ".sweep.lock", SweepError(f"{directory}: another sweep is under way there"))
+    refusal = SweepError(f"{directory}: another sweep uses this directory; wait until it ends")
+    return documents.held(directory / ".sweep.lock", refusal)
 
 
 def open_storage(url: str | None, directory: Path) -> BaseStorage:
@@ -75,8 +76,8 @@ def open_study(
         study.set_user_attr(SPACE_KEY, here)
     elif json.loads(json.dumps(here)) != there:
         raise SweepError(
-            f"study '{name}': it is over something else ({_difference(there, here)}); "
-            "take another hydra.sweep.dir, or start with the same keys to go on with it"
+            f"study '{name}': it has another search space ({_difference(there, here)}); "
+            "choose another hydra.sweep.dir, or give the same keys to resume it"
         )
     return study
 
@@ -84,8 +85,8 @@ def open_study(
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     part = next((part for part in ("directions", "fixed", "parameters") if there.get(part) != here[part]), None)
     if part is None:
-        return f"it says {shown(there)}"
-    return f"{part}: {shown(there.get(part))} there, {json.dumps(here[part])} here"
+        return f"recorded: {shown(there)}"
+    return f"{part}: recorded {shown(there.get(part))}, now {json.dumps(here[part])}"
 
 
 def hold_to_metric(study: optuna.Study, compares: bool) -> None:
@@ -97,8 +98,8 @@ def hold_to_metric(study: optuna.Study, compares: bool) -> None:
     if study.trials and compares == (study.metric_names == [SECONDS]):
         there, here = ("without", "with") if compares else ("with", "without")
         raise SweepError(
-            f"study '{study.study_name}': its trials were run {there} hydra.sweeper.direction, this is a sweep {here} "
-            "it; take another hydra.sweep.dir"
+            f"study '{study.study_name}': its trials ran {there} hydra.sweeper.direction, but this sweep runs {here} "
+            "it; choose another hydra.sweep.dir"
         )
     if not compares:
         with warnings.catch_warnings():

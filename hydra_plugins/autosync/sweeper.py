@@ -86,7 +86,8 @@ class OptunaSweeper(Sweeper):
                         self._run(study, run)
                         write_record(study, space, directory, self._compares)
             except KeyboardInterrupt:
-                raise SweepInterrupted(f"interrupted; the sweep goes on with hydra.sweep.dir={directory}") from None
+                how = f"run the same command with hydra.sweep.dir={directory}"
+                raise SweepInterrupted(f"interrupted; to resume, {how}") from None
             write_record(study, space, directory, self._compares)
             self._report(study, directory)
 
@@ -103,9 +104,9 @@ class OptunaSweeper(Sweeper):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         grid = self._is_grid
         if not grid and not self._compares:
-            raise SweepError("hydra.sweeper.direction: missing; a sampler needs minimize or maximize")
+            raise SweepError("hydra.sweeper.direction: missing; allowed: minimize, maximize, or a list of these")
         if not grid and self._n_trials is None:
-            raise SweepError("hydra.sweeper.n_trials: missing; only a grid has a size of its own")
+            raise SweepError("hydra.sweeper.n_trials: missing; every sampler but the grid needs it")
         sampler = optuna.samplers.RandomSampler() if grid else _instantiate(self._sampler)
         study = open_study(self._study_name, storage, space, self._directions, sampler)
         hold_to_metric(study, self._compares)
@@ -115,7 +116,7 @@ class OptunaSweeper(Sweeper):
         size = enqueue_grid(study, space) if grid else None
         n_trials = size if self._n_trials is None else min(self._n_trials, size or self._n_trials)
         assert n_trials is not None
-        _log.info("Sweep of %d trials; if interrupted it goes on with hydra.sweep.dir=%s", n_trials, directory)
+        _log.info("Sweep of %d trials; to resume it after an interrupt, give hydra.sweep.dir=%s", n_trials, directory)
         return study, n_trials
 
     def _batches(
@@ -194,7 +195,7 @@ class OptunaSweeper(Sweeper):
             numbers = [float(value) for value in values]
             if not any(math.isnan(number) for number in numbers):
                 return numbers
-        raise SweepError(f"the job returned {result!r}; hydra.sweeper.direction asks for {count} number(s)")
+        raise SweepError(f"the job returned {result!r}; hydra.sweeper.direction needs {count} number(s)")
 
     def _report(self, study: optuna.Study, directory: Path) -> None:
         """Log the best trials, and fail if too many failed."""
@@ -243,7 +244,7 @@ def _instantiate(sampler: Any) -> Any:
 
     made = instantiate(sampler)
     if not isinstance(made, BaseSampler):
-        raise SweepError(f"hydra.sweeper.sampler: {sampler.get('_target_')} is no Optuna sampler")
+        raise SweepError(f"hydra.sweeper.sampler: {sampler.get('_target_')} is not an Optuna sampler")
     return made
 
 
@@ -269,5 +270,5 @@ def _result(found: JobReturn | Exception) -> Any:
         raise found
     if found.status is not JobStatus.COMPLETED:
         raised = found._return_value
-        raise raised if isinstance(raised, Exception) else RuntimeError("the job did not end")
+        raise raised if isinstance(raised, Exception) else RuntimeError("the job ended without a result")
     return found.return_value

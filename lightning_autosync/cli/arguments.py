@@ -65,11 +65,11 @@ def prepared(arguments: Sequence[str], folder: Path) -> list[str]:
     has_files = made != others
     searched = directories if has_files else directories[:-1]
     if searched:
-        why = "beside a file of a cluster" if has_files else "several times"
+        why = "with a cluster file" if has_files else "several times"
         if any(argument.lstrip("+").startswith(f"{_SEARCH_PATH}=") for argument in others):
-            raise DocumentError(f"--config-dir: given {why} and with {_SEARCH_PATH}; put the directory into that list")
+            raise DocumentError(f"--config-dir: given {why} and with {_SEARCH_PATH}; add the directory to the latter")
         if missing := [directory for directory in directories if not os.path.isdir(directory)]:
-            raise DocumentError(f"--config-dir: there is no directory {missing[0]}")
+            raise DocumentError(f"--config-dir: directory {missing[0]} does not exist")
         paths = ",".join(_quoted(f"file://{os.path.abspath(directory)}") for directory in searched)
         made = with_override(made, f"{_SEARCH_PATH}=[{paths}]")
     if has_files:
@@ -87,8 +87,8 @@ def refuse_passwords(arguments: Sequence[str]) -> None:
         for path in sorted(Path(directory).rglob("*.yaml")):
             if place := _place_of_password(path):
                 raise DocumentError(
-                    f"{path}: {place}: an address with a password, which would be in files of each run; write "
-                    "${oc.env:NAME} for the password or the address, and put it into the environment variable NAME"
+                    f"{path}: {place}: the address contains a password, which each run would save; write "
+                    "${oc.env:NAME} instead, and set the environment variable NAME to the password or the address"
                 )
 
 
@@ -164,8 +164,8 @@ def _refuse_paths(argument: str) -> None:
     """Refuse a path that Hydra would load as an option: an untrusted file could name targets that Hydra then runs."""
     if _CLUSTER_PATH.match(argument):
         raise DocumentError(
-            f"'{argument}': a path; give a file as cluster=FILE, several as cluster=FILE,FILE with -m, with a name "
-            f"that ends in {', '.join(_FILES)}, without quotes or brackets"
+            f"'{argument}': a path is not allowed here; give cluster=FILE, or several as cluster=FILE,FILE with -m; "
+            f"names must end in {', '.join(_FILES)}, without quotes or brackets"
         )
 
 
@@ -193,7 +193,7 @@ def _write_option(choice: str, option: Path) -> None:
     """Write only the checked values of a file, since Hydra obeys directives and targets in files of groups."""
     path = Path(choice)
     if not path.is_file():
-        raise DocumentError(f"cluster: there is no file {choice}")
+        raise DocumentError(f"cluster: file {choice} does not exist")
     data = read_data(path, ClusterError)
     with naming_lines(path):
         ClusterSpec.from_dict(data, choice)

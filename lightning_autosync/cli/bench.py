@@ -63,13 +63,13 @@ def _check_timeline(settings: BenchSettings) -> None:
     """Raise `DocumentError` if no timeline can be drawn, before anything is measured."""
     if settings.model.kind not in _WITHOUT_COMPUTE:
         raise DocumentError(
-            f"timeline: it shows models that compute by the clock ({' or '.join(_WITHOUT_COMPUTE)}), "
+            f"timeline: needs a model with paced computation ({' or '.join(_WITHOUT_COMPUTE)}), "
             f"not '{settings.model.kind}'"
         )
     make_cluster(settings).require_measured()
     contenders, classes = settings.all_contenders(), prepare(settings).classes
     if all(one.ddp or one.embeddings == "sparse" or classes[name] != "exact" for name, one in contenders.items()):
-        raise DocumentError("timeline: it shows an exact plan, and there is none among the contenders")
+        raise DocumentError("timeline: needs a contender with an exact plan; add one to contenders")
 
 
 def _draw_timeline(result: BenchResult, constants: Constants, directory: Path) -> None:

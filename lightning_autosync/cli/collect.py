@@ -57,12 +57,12 @@ def collect(configuration: dict[str, Any], directory: Path) -> None:
     disturbed = ""
     if progress.disturbed:
         disturbed = (
-            f", {progress.disturbed} of them beside other load (more than quiet={settings.quiet:g} cores; a fit leaves "
-            "them out, and the next run measures them again)"
+            f", {progress.disturbed} of them disturbed (other processes used more than quiet={settings.quiet:g} cores; "
+            "fit ignores these, and the next run measures them again)"
         )
     Console().print(
-        f"{before} pairs were there, {progress.measured} measured ({rate:.0f} a minute){disturbed}, "
-        f"{len(progress.failed)} failed; the dataset is {writer.directory}",
+        f"{before} pairs existed, {progress.measured} measured ({rate:.0f} per minute){disturbed}, "
+        f"{len(progress.failed)} failed; dataset: {writer.directory}",
         soft_wrap=True,
         highlight=False,
     )

@@ -67,12 +67,12 @@ def _check_verb(verb: str, overrides: Sequence[str]) -> None:
     """Refuse an option that is only for other verbs; the message names the options for this verb."""
     for group, _, option in (override.lstrip("+").partition("=") for override in overrides):
         if option == "null" and group and _has_group(verb, group):
-            raise DocumentError(f"{group}: null is no option; leave it out, or drop the default by ~{group}")
+            raise DocumentError(f"{group}: null is not an option; leave it out, or remove the default with ~{group}")
         path = configuration_directory() / group / f"{option}.yaml"
         if path.is_file() and not _is_for(verb, path):
             others = _verbs_of(path)
             allowed = ", ".join(_options(verb, group))
-            raise DocumentError(f"{group}: '{option}' is for {', '.join(others)}; allowed: {allowed}")
+            raise DocumentError(f"{group}: '{option}' is only for {', '.join(others)}; allowed: {allowed}")
 
 
 def _options(verb: str, group: str) -> list[str]:
@@ -155,7 +155,7 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
     if found := _WRONG_KEY.match(str(error)):
         key = found[1]
         if "already at" in str(error):
-            return f"{key}: is a key already; leave out the +"
+            return f"{key}: key exists already; leave out the +"
         return _unknown(verb, key, overrides)
     return _first_line(error)
 
@@ -182,7 +182,7 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
     if beside and under != key and beside.get(under.rpartition(".")[2], "none") is None:
         place, beside = under, {}
     if not beside:
-        return f"{key}: there is nothing in {place} yet; if it takes further keys, write +{key}=..."
+        return f"{key}: {place} has no keys yet; to add this one, write +{key}=..."
     names = sorted({*map(str, node), *([] if place else [name for name in groups if _has_group(verb, name)])})
     add = f"; to add one, write +{key}=..." if place == "contenders" else ""
     return f"{key}: unknown key; allowed{f' in {place}' if place else ''}: {', '.join(names)}{add}"

@@ -80,8 +80,8 @@ def _load(settings: FitSettings) -> tuple[list[Sample], set[float]]:
         disturbed = len(Dataset.load(settings.dataset, disturbed=True)) - len(dataset)
         what, why = "no sample of a synchronous plan", ""
         if disturbed:
-            what = "no sample of a synchronous plan that was measured undisturbed"
-            why = f"; {disturbed} were measured beside other load: collect them again, or with a larger quiet="
+            what = "no undisturbed sample of a synchronous plan"
+            why = f"; other processes disturbed {disturbed} samples; collect them again, or with a larger quiet="
         raise DocumentError(f"dataset: {', '.join(settings.dataset)}: {what}{why}")
     return samples, dataset.cores
 
@@ -99,15 +99,17 @@ def _start(settings: FitSettings, cores: set[float]) -> tuple[LearnedEstimator |
     if settings.start is None:
         if settings.constants is None and settings.cores is None and len(cores) > 1:
             found = " and ".join(f"{number:g}" for number in sorted(cores))
-            raise DocumentError(f"cores: samples were measured on {found} cores, which no constants describe at once")
+            raise DocumentError(f"cores: samples were measured on {found} cores; give cores=N or constants=FILE")
         return None, emulated_hosts(settings.constants, settings.cores or next(iter(cores), None))
     if settings.constants is not None or settings.cores is not None:
-        raise DocumentError("start: a fitted simulator has constants of its own; leave out constants and cores")
+        raise DocumentError("start: a fitted simulator has its own constants; leave out constants and cores")
     start = load_simulator(settings.start)
     if not isinstance(start, LearnedEstimator):
-        raise DocumentError(f"start: {settings.start}: a replay learns nothing; give a learned simulator")
+        raise DocumentError(f"start: {settings.start}: a replay cannot be trained; give a learned simulator")
     if settings.simulator.kind != start.kind.KIND:
-        raise DocumentError(f"start: {settings.start}: it is '{start.kind.KIND}', not '{settings.simulator.kind}'")
+        raise DocumentError(
+            f"start: {settings.start}: kind is '{start.kind.KIND}', but simulator.kind is '{settings.simulator.kind}'"
+        )
     start.tuning = settings.simulator.tuning
     return start, start.constants
 

@@ -68,7 +68,7 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
 
 def _predict_hybrid(settings: PredictSettings, directory: Path) -> str:
     if settings.module is None:
-        raise DocumentError(f"module: missing; '{settings.plan}' splits the operators of a model: model@module=NAME")
+        raise DocumentError(f"module: missing; '{settings.plan}' splits a model's operators; give model@module=NAME")
     with torch.device("meta"):
         module = settings.module.module()
     plan, cluster = HybridPlan.load(settings.plan), _cluster(settings.cluster)
@@ -82,7 +82,7 @@ def _workload(settings: PredictSettings) -> Workload:
     if not settings.workload.endswith(_FILES):
         return catalogue.build(settings.workload, **settings.model)
     if settings.model:
-        raise DocumentError(f"model: '{settings.workload}' is a file and takes no arguments")
+        raise DocumentError(f"model: workload '{settings.workload}' is a file and takes no arguments; leave model out")
     return Workload.load(settings.workload)
 
 
@@ -93,6 +93,6 @@ def _cluster(value: str | dict[str, Any]) -> ClusterSpec:
 def _plan(settings: PredictSettings, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
     if settings.plan.endswith(_FILES):
         if settings.arguments:
-            raise DocumentError(f"arguments: '{settings.plan}' is a file and takes none")
+            raise DocumentError(f"arguments: plan '{settings.plan}' is a file and takes no arguments; leave them out")
         return SyncPlan.load(settings.plan)
     return builders.build(settings.plan, workload, cluster, **settings.arguments)

@@ -83,7 +83,7 @@ def _within_job(settings: ProbeSettings) -> dict[str, Any] | None:
 def _arguments(settings: ProbeSettings) -> dict[str, Any]:
     """The arguments of `probe_ranks`."""
     if settings.head + settings.window > settings.timeout:
-        raise DocumentError("timeout: shorter than one transfer, which takes head and window")
+        raise DocumentError("timeout: must be at least head + window, the time of one transfer")
     fields = ("name", "scheduling", "head", "window", "every_pair", "constants", "accelerated", "timeout")
     # Addresses of emulated or loopback links are useless for later jobs.
     return {

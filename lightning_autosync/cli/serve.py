@@ -55,12 +55,12 @@ def serve(configuration: dict[str, Any], directory: Path) -> None:
     os.environ.setdefault("MASTER_ADDR", settings.host)
     secret = required_secret("autosync serve: the job's secret is missing")
     who = f"rank {settings.rank} of {settings.size}"
-    print(f"autosync serve: {who}: looking for the job at {settings.host}:{settings.port}", flush=True)
+    print(f"autosync serve: {who}: connecting to the job at {settings.host}:{settings.port}", flush=True)
     try:
         store = find_store(settings.host, settings.port, settings.timeout, waiting=settings.timeout)
     except ConnectionError as cause:
         raise ExchangeError(str(cause)) from None
-    print(f"autosync serve: {who}: found it; serves until the last worker leaves", flush=True)
+    print(f"autosync serve: {who}: connected; serving until the last worker leaves", flush=True)
     serve_until_the_end(
         store,
         settings.rank,

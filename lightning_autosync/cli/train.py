@@ -59,5 +59,5 @@ def objective(result: dict[str, Any], name: str) -> float | None:
     metrics: dict[str, float] = result["metrics"]
     if name not in metrics:
         allowed = ", ".join(["step_seconds", *sorted(metrics)])
-        raise DocumentError(f"objective: '{name}' was not logged; there is {allowed}")
+        raise DocumentError(f"objective: '{name}' was not logged; allowed: {allowed}")
     return metrics[name]

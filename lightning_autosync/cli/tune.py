@@ -77,28 +77,28 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
         try:
             _trace(outcome, directory)
         except AutoSyncError as error:
-            _log.warning("no timeline was measured: %s", error)
+            _log.warning("could not measure a timeline: %s", error)
     storage = outcome.storage if "://" in outcome.storage else None
     write_report(replace(ReportedRun.load(directory), storage=storage), directory / REPORT)
     print(directory / REPORT)
     if outcome.result.interrupted:
         raise Interrupted
     if outcome.result.failure is not None:
-        raise TuningError(f"{outcome.result.failure}; results so far are written")
+        raise TuningError(f"{outcome.result.failure}; the results so far are saved")
     return outcome
 
 
 def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningOutcome:
     """Search, print the result and write it, with a lock on the directory."""
-    refusal = TuningError(f"{directory}: another process is working on this run; wait until it ends")
+    refusal = TuningError(f"{directory}: another process uses this run directory; wait until it ends")
     with held(directory / _LOCK, refusal), ExitStack() as saving:
         try:
             outcome = TuningRun(settings, directory, saving).run()
         except KeyboardInterrupt:
-            console.print(_how_to_resume(directory, "interrupted before there was anything to write"))
+            console.print(_how_to_resume(directory, "interrupted before the first result"))
             raise Interrupted from None
         if outcome.result.interrupted and all(record.interrupted for record in outcome.result.trials):
-            console.print(_how_to_resume(directory, "interrupted before there was anything to write"))
+            console.print(_how_to_resume(directory, "interrupted before the first result"))
             raise Interrupted
         for line in outcome.result.lines():
             console.print(line)
@@ -133,8 +133,8 @@ def _keep_elsewhere(outcome: TuningOutcome, error: UnwritableError, console: Con
         folder = Path(tempfile.mkdtemp(prefix="autosync-tune-"))
         _write(outcome, folder)
     except OSError as again:  # UnwritableError is one
-        return UnwritableError(f"{error}; the best plan is printed above, and kept nowhere ({again})")
-    return UnwritableError(f"{error}; the best plan is printed above, and kept as {folder / PLAN}")
+        return UnwritableError(f"{error}; the best plan is printed above, but could not be saved ({again})")
+    return UnwritableError(f"{error}; the best plan is printed above and saved as {folder / PLAN}")
 
 
 def _how_to_resume(directory: Path, what: str) -> str:
@@ -142,7 +142,7 @@ def _how_to_resume(directory: Path, what: str) -> str:
     override = f"hydra.run.dir={shlex.quote(str(directory))}"
     if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
         override = f"hydra.sweep.dir={shlex.quote(str(HydraConfig.get().sweep.dir))}"
-    return f"{what}; to resume, give the same command with {override}"
+    return f"{what}; to resume, run the same command with {override}"
 
 
 def _trace(outcome: TuningOutcome, directory: Path) -> None:

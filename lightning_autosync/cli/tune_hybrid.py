@@ -27,7 +27,7 @@ def tune_hybrid(settings: TuningSettings, directory: Path, console: Console) -> 
         AutoSyncError: a setting is wrong, workers cannot be started, or nothing ran.
         UnwritableError: a file cannot be written.
     """
-    refusal = TuningError(f"{directory}: another process is working on this run; wait until it ends")
+    refusal = TuningError(f"{directory}: another process uses this run directory; wait until it ends")
     with held(directory / _LOCK, refusal):
         result = HybridTuningRun(settings, directory).run()
         for line in result.lines():

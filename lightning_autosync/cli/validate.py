@@ -85,7 +85,7 @@ def _print(priced: list[Priced], tables: Mapping[str, Mapping[str, ReplayAccurac
             console.print(_accuracy_table(name, rows))
     for line in order_lines(tables[PAIR]):
         console.print(line, soft_wrap=True, highlight=False)
-    console.print("farthest off: case, measured and predicted ms")
+    console.print("largest prediction errors: case, measured ms, predicted ms")
     for one in sorted(priced, key=lambda one: -abs(one.error))[:_WORST]:
         times = f"{1e3 * one.measured:8.1f} {1e3 * one.predicted:8.1f}"
         console.print(f"  {one.case.pair}, {one.case.kind}: {times}", soft_wrap=True, highlight=False)
@@ -106,15 +106,15 @@ def order_lines(pairs: Mapping[str, ReplayAccuracy]) -> list[str]:
     lines = []
     for title, field in (
         ("Kendall tau", "tau"),
-        ("of plans that differ by more than their noise", "tau_apart"),
+        ("Kendall tau of plans that differ by more than noise", "tau_apart"),
     ):
         taus = {pair: tau for pair, accuracy in pairs.items() if (tau := getattr(accuracy, field)) is not None}
         if not taus:
-            lines.append(f"{title}: no workload on a cluster has plans enough")
+            lines.append(f"{title}: too few plans of the same workload and cluster")
             continue
         least = min(taus, key=lambda pair: taus[pair])
         low = sum(tau < RANKED for tau in taus.values())
         lines.append(
-            f"{title}, by cluster and workload: least {taus[least]:.2f} ({least}), {low} of {len(taus)} below {RANKED}"
+            f"{title}, by cluster and workload: lowest {taus[least]:.2f} ({least}), {low} of {len(taus)} below {RANKED}"
         )
     return lines

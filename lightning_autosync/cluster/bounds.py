@@ -258,7 +258,7 @@ def least_step_time(
     latest_first = sorted(gradients, reverse=True)
     times = [forward, backward, optimizer, *(time for time, _ in latest_first), *(size for _, size in latest_first)]
     if framing < 1 or min(times) < 0 or burst < 0:
-        raise ClusterError("times, sizes and burst: none may be below 0, and framing not below 1")
+        raise ClusterError("times, sizes and burst: each must be 0 or more; framing must be 1 or more")
     limit = synchronization_limit(spec)
     slowest, fastest = min(node.speed for node in spec.nodes), max(node.speed for node in spec.nodes)
     least, remaining = (forward + backward + optimizer) / slowest, 0.0

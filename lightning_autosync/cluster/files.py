@@ -50,7 +50,7 @@ def resolve_cluster(value: ClusterSpec | str | os.PathLike[str]) -> ClusterSpec:
         return ClusterSpec.load(text)
     shipped = shipped_clusters()
     if text not in shipped:
-        raise ClusterError(f"cluster: no shipped cluster is named '{text}'; there are {', '.join(shipped)}")
+        raise ClusterError(f"cluster: no shipped cluster is named '{text}'; allowed: {', '.join(shipped)}")
     return ClusterSpec.load(shipped[text])
 
 
@@ -84,7 +84,7 @@ def read_resource_spec(path: str | os.PathLike[str]) -> ClusterSpec:
     nodes = _read_nodes(path)
     chiefs = [node.address for node in nodes if node.chief]
     if len(chiefs) > 1:
-        raise ClusterError(f"{path}: nodes: one node can be chief, not {len(chiefs)}: {', '.join(chiefs)}")
+        raise ClusterError(f"{path}: nodes: only one node can be chief, not {len(chiefs)}: {', '.join(chiefs)}")
     nodes.sort(key=lambda node: not node.chief)
     fields: dict[str, Any] = {
         "format": ClusterSpec.FORMAT,

@@ -124,7 +124,7 @@ def check_connected(nodes: Sequence[Node], switches: Sequence[str], links: Seque
     reached = networkx.node_connected_component(graph, names[0])
     stranded = [name for name in names if name not in reached]
     if stranded:
-        raise ValueError(f"links: no way from '{names[0]}' to {', '.join(map(repr, stranded))}")
+        raise ValueError(f"links: no path from '{names[0]}' to {', '.join(map(repr, stranded))}")
 
 
 def check_rank_order(nodes: Sequence[Node], rank_order: Sequence[str] | None) -> None:
@@ -134,7 +134,7 @@ def check_rank_order(nodes: Sequence[Node], rank_order: Sequence[str] | None) ->
     devices = {node.name: node.devices for node in nodes}
     for index, name in enumerate(rank_order):
         if name not in devices:
-            raise ValueError(f"rank_order[{index}]: '{name}' is not a node; there are {', '.join(devices)}")
+            raise ValueError(f"rank_order[{index}]: '{name}' is not a node; allowed: {', '.join(devices)}")
     occurrences = Counter(rank_order)
     for name, count in devices.items():
         if occurrences[name] != count:
@@ -255,8 +255,8 @@ class ClusterSpec(Document):
         """Raise ``ClusterError`` unless the rates of the links are known."""
         if not self.measured:
             raise ClusterError(
-                f"cluster '{self.name}': links[0].bandwidth: unknown, as on every link; "
-                "times need the rate of each link: measure it or state it"
+                f"cluster '{self.name}': links[0].bandwidth: unknown, as for every link; "
+                "state bandwidths, or measure them with `autosync probe`"
             )
 
     def localities(self) -> tuple[tuple[int, ...], ...]:

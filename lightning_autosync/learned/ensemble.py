@@ -229,9 +229,7 @@ class LearnedEstimator:
             raise SimulatorError(f"{path}: settings.{error}") from None
         if set(description.features) != set(inputs):
             found = ", ".join(description.features) or "none"
-            raise SimulatorError(
-                f"{path}: settings.features: '{header.kind}' has some of {', '.join(inputs)}; got {found}"
-            )
+            raise SimulatorError(f"{path}: settings.features: '{header.kind}' needs {', '.join(inputs)}; got {found}")
         made = cls(
             header.kind,
             header.constants,
@@ -276,7 +274,7 @@ class LearnedEstimator:
             with _seeded(self.seed * self.members + number):
                 self.networks.append(self.kind.build(self._features, self.sizes))
             if available is not None and (needed := self.members * _bytes(self.networks[0])) > available:
-                raise SimulatorError(f"{available} bytes; {self.members} networks of these sizes take {needed}")
+                raise SimulatorError(f"has {available} bytes, but {self.members} networks of these sizes need {needed}")
 
     def _encode(self, context: Context, key: tuple[str, str], plan: SyncPlan) -> tuple[Any, float]:
         """An encoded plan, and the logarithm of the seconds to which the networks add."""

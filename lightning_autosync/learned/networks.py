@@ -48,7 +48,7 @@ def load_dgl() -> ModuleType:
 
 def _refusal(why: str) -> SimulatorError:
     return SimulatorError(
-        f"dgl: {why}; graph simulators need it: pip install 'dgl>=1.1.3,<2' (Python 3.11 or older), or take "
+        f"dgl: {why}; graph simulators need it: pip install 'dgl>=1.1.3,<2' (Python 3.11 or older), or use "
         "simulator=linear, recurrent or replay"
     )
 

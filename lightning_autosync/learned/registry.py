@@ -69,7 +69,7 @@ class SimulatorSettings(Record):
         KINDS[self.kind].sized(self.network)
         for name, settings in (("training", self.training), ("tuning", self.tuning)):
             if settings.sharpness != Training().sharpness and not KINDS[self.kind].CORRECTS:
-                raise ValueError(f"{name}.sharpness: the ranking loss of '{self.kind}' takes none; leave it out")
+                raise ValueError(f"{name}.sharpness: not allowed with '{self.kind}'; leave it out")
         return self
 
     @classmethod

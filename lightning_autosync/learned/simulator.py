@@ -92,7 +92,7 @@ def read_header(directory: str | os.PathLike[str], kind: str | None = None) -> H
     """
     path = Path(directory) / HEADER
     if not path.is_file():
-        raise SimulatorError(f"{directory}: no simulator: there is no {HEADER}; `autosync fit` writes one")
+        raise SimulatorError(f"{directory}: not a simulator: it has no {HEADER}; `autosync fit` writes one")
     header = Header.load(path)
     if kind is not None and header.kind != kind:
         raise SimulatorError(f"{path}: kind: expected '{kind}', got '{header.kind}'")
@@ -106,13 +106,13 @@ def read_weights(directory: str | os.PathLike[str], header: Header) -> tuple[Pat
         SimulatorError: the header names none, the file is missing, or its checksum is wrong.
     """
     if header.weights is None:
-        raise SimulatorError(f"{Path(directory) / HEADER}: weights: missing; '{header.kind}' has some")
+        raise SimulatorError(f"{Path(directory) / HEADER}: weights: missing; simulator '{header.kind}' needs them")
     path = Path(directory) / _weights_file(header.weights)
     try:
         content = path.read_bytes()
     except OSError as cause:
         raise SimulatorError(
-            f"{path}: cannot be read ({cause.strerror}); {HEADER} beside it names it: copy both files of one "
+            f"{path}: cannot be read ({cause.strerror}), but {HEADER} needs it; copy both files of the "
             "simulator, or fit it again"
         ) from None
     if hashlib.sha256(content).hexdigest() != header.weights:

@@ -36,18 +36,18 @@ def compile_plan(
     """
     if plan.world_size != cluster.world_size:
         raise PlanError(
-            f"{source}: world_size: the plan is for {plan.world_size} ranks, cluster '{cluster.name}' has "
+            f"{source}: world_size: the plan is for {plan.world_size} ranks, but cluster '{cluster.name}' has "
             f"{cluster.world_size}"
         )
     if not plan.has_schedule:
         raise PlanError(
-            f"{source}: consistency.mode: '{plan.consistency.mode}' has no schedule; only 'synchronous' has, where "
-            "`served` is not set"
+            f"{source}: consistency.mode: '{plan.consistency.mode}' has no schedule; allowed: 'synchronous' "
+            "without `served`"
         )
     if plan.servers:
         raise PlanError(
-            f"{source}: servers: {plan.servers} server-only ranks, but without an update on the servers only the ranks "
-            "that train exchange gradients; leave it out"
+            f"{source}: servers: {plan.servers} server-only ranks are not allowed, because servers do not update "
+            "parameters under this plan; leave it out"
         )
     check_variables(plan, workload, source)
     site = Site(cluster, two_level_collectives)
@@ -71,12 +71,12 @@ def check_variables(plan: SyncPlan, workload: Workload, source: str) -> None:
                 raise PlanError(f"{source}: groups[{index}].variables: the model has no trainable parameter '{name}'")
     if missing := [variable.name for variable in workload.variables if variable.name not in planned]:
         raise PlanError(
-            f"{source}: groups: parameter '{missing[0]}' is in no group ({len(missing)} such in all); "
-            "each must be in one"
+            f"{source}: groups: parameter '{missing[0]}' is in no group ({len(missing)} in all); "
+            "each parameter must be in one"
         )
     if plan.workload is not None and plan.workload != workload.variables_fingerprint:
         raise PlanError(
-            f"{source}: workload: the plan was made for a model with fingerprint {plan.workload}, this one has "
+            f"{source}: workload: the plan was made for a model with fingerprint {plan.workload}, but this model has "
             f"{workload.variables_fingerprint} (names or shapes of parameters differ)"
         )
 
@@ -84,7 +84,7 @@ def check_variables(plan: SyncPlan, workload: Workload, source: str) -> None:
 def _compile_group(index: int, group: Group, variables: Sequence[Variable], site: Site) -> Message:
     dtypes = sorted({variable.dtype for variable in variables})
     if len(dtypes) > 1:
-        raise ValueError(f"variables: one message has one element type, these have {', '.join(dtypes)}")
+        raise ValueError(f"variables: a group must have one dtype, got {', '.join(dtypes)}")
     rows = row_count(group, variables)
     topology = find(group.topology)
     topology.check_site(site, variables[0], rows)
@@ -130,10 +130,11 @@ def row_count(group: Group, variables: Sequence[Variable]) -> int:
     if not row_wise:
         return 0
     if len(variables) > 1:
-        raise ValueError(f"variables: '{row_wise[0].name}' has {row_wise[0].kind} gradients and must travel alone")
+        first = row_wise[0]
+        raise ValueError(f"variables: '{first.name}' has {first.kind} gradients and needs a group of its own")
     if group.compressor.kind != "none":
         raise ValueError(
-            f"compressor: rows of a {row_wise[0].kind} variable travel exact; only 'none' is allowed, "
+            f"compressor: a {row_wise[0].kind} variable cannot be compressed; only 'none' is allowed, "
             f"not '{group.compressor.kind}'"
         )
     if group.partition and group.partition.axis:

@@ -42,12 +42,13 @@ def mismatch(function: Callable[..., object], pattern: Callable[..., object]) ->
     positional = [one for one in own if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = [one for one in wanted if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     if len(positional) < len(needed) or any(one.default is one.empty for one in positional[len(needed) :]):
-        return f"it takes {len(positional)} positional arguments, needed are {', '.join(one.name for one in needed)}"
+        names = ", ".join(one.name for one in needed)
+        return f"it takes {len(positional)} positional arguments, but must take {len(needed)}: {names}"
     keywords = {one.name for one in wanted if one.kind is one.KEYWORD_ONLY}
     for name in sorted(keywords - by_name.keys()):
         if not takes_any:
-            return f"it takes no keyword '{name}'"
+            return f"it must take the keyword argument '{name}'"
     for one in own:
         if one.kind is one.KEYWORD_ONLY and one.default is one.empty and one.name not in keywords:
-            return f"its keyword '{one.name}' has no default"
+            return f"its keyword argument '{one.name}' needs a default"
     return ""

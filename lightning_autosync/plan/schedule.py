@@ -32,7 +32,8 @@ class TreeTransfer:
     def __post_init__(self) -> None:
         if self.reduce.root != self.broadcast.root:
             raise ValueError(
-                f"the reduce tree ends at rank {self.reduce.root}, the broadcast tree starts at {self.broadcast.root}"
+                f"the reduce tree ends at rank {self.reduce.root}, but the broadcast tree starts at "
+                f"{self.broadcast.root}"
             )
 
     @property
@@ -102,11 +103,11 @@ class Round:
         position = 0
         for number, transfer in enumerate(self.transfers):
             if transfer.start != position:
-                fault = "overlaps the one before" if transfer.start < position else "leaves a gap"
-                raise ValueError(f"transfers[{number}]: starts at element {transfer.start} and {fault} ({position})")
+                fault = "overlap" if transfer.start < position else "gap"
+                raise ValueError(f"transfers[{number}]: {fault}; start is {transfer.start}, expected {position}")
             position = transfer.stop
         if position != self.length:
-            raise ValueError(f"transfers: end at element {position}, the message has {self.length}")
+            raise ValueError(f"transfers: end at element {position}, but the message has {self.length} elements")
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def server_layout(plan: SyncPlan, workload: Workload, source: str = "plan") -> S
     """
     if plan.consistency.mode not in MODES:
         raise PlanError(
-            f"{source}: consistency.mode: '{plan.consistency.mode}' has no parameter server; allowed: "
+            f"{source}: consistency.mode: '{plan.consistency.mode}' does not use parameter servers; allowed: "
             f"{', '.join(MODES)}"
         )
     check_variables(plan, workload, source)
@@ -150,18 +150,16 @@ def server_layout(plan: SyncPlan, workload: Workload, source: str = "plan") -> S
 def _check_group(group: Group, first: Group) -> None:
     if group.compressor.kind != "none":
         raise ValueError(
-            f"compressor: a server's gradients travel exact; only 'none' is allowed, not '{group.compressor.kind}'"
+            f"compressor: servers take uncompressed gradients; only 'none' is allowed, not '{group.compressor.kind}'"
         )
     if group.local_aggregation != first.local_aggregation:
-        raise ValueError(
-            f"local_aggregation: differs from group '{first.name}'; a worker pushes for its whole node or for itself"
-        )
+        raise ValueError(f"local_aggregation: differs from group '{first.name}'; it must be the same for all groups")
 
 
 def _shards_of(group: Group, variables: Sequence[Variable], workers: int, number: int) -> Iterator[Shard]:
     dtypes = sorted({variable.dtype for variable in variables})
     if len(dtypes) > 1:
-        raise ValueError(f"variables: one message has one element type, these have {', '.join(dtypes)}")
+        raise ValueError(f"variables: a group must have one dtype, got {', '.join(dtypes)}")
     rows = row_count(group, variables)
     partition = group.partition
     if rows and partition:

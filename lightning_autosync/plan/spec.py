@@ -48,7 +48,7 @@ class _Registered:
 
     def check(self, name: str) -> str:
         if name not in self.names():
-            raise ValueError(f"'{name}' is not known; registered are {', '.join(self.names())}")
+            raise ValueError(f"'{name}' is not known; allowed: {', '.join(self.names()) or 'none'}")
         return name
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -114,7 +114,7 @@ class Compressor(Record):
 
         known = codecs.find(self.kind).options
         if known is None and self.options:
-            raise ValueError(f"options: '{self.kind}' takes none")
+            raise ValueError(f"options: compressor '{self.kind}' takes no options; leave them out")
         complete = known(**dict(self.options)).model_dump(mode="json") if known is not None else {}
         if complete != dict(self.options):
             object.__setattr__(self, "options", _pairs(complete))
@@ -212,13 +212,13 @@ class Group(Record):
     def _check(self) -> Self:
         if self.placement is not None:
             if self.architecture != "parameter_server":
-                raise ValueError("placement: only parameter_server takes one; all_reduce places a part on every rank")
+                raise ValueError("placement: allowed with architecture 'parameter_server' only; leave it out")
             if len(self.placement) != self.shards:
                 raise ValueError(
                     f"placement: expected one rank for each of {self.shards} shards, got {len(self.placement)}"
                 )
         if self.partition and self.partition.axis is not None and len(self.variables) > 1:
-            raise ValueError("partition.axis: several variables are cut as one flat message; leave it out")
+            raise ValueError("partition.axis: not allowed with several variables, which are cut as one; leave it out")
         self._check_registered()
         return self
 
@@ -234,7 +234,7 @@ class Group(Record):
         if self.local_aggregation and not topology.aggregates:
             allowed = [name for name in topologies.names() if topologies.find(name).aggregates]
             raise ValueError(
-                f"local_aggregation: not with topology '{self.topology}'; allowed with {', '.join(allowed)}"
+                f"local_aggregation: not allowed with topology '{self.topology}'; allowed with {', '.join(allowed)}"
             )
 
 
@@ -313,19 +313,20 @@ class Consistency(Record):
         given = {name for name, value in self if name != "mode" and value is not None}
         if given - set(allowed) and "mode" not in self.model_fields_set:
             modes = ", ".join(mode for mode in self._NEEDED if mode != "synchronous")
-            raise ValueError(f"mode: missing; {', '.join(sorted(given))} go with one of {modes}")
+            raise ValueError(f"mode: missing, but {', '.join(sorted(given))} given; set mode to one of {modes}")
         for name in sorted(given - set(allowed)):
-            raise ValueError(f"{name}: mode '{self.mode}' takes {', '.join(allowed) or 'no further field'}")
+            others = ", ".join(allowed) or "no other field"
+            raise ValueError(f"{name}: not allowed with mode '{self.mode}'; allowed: {others}")
         for name in needed:
             if name not in given:
                 raise ValueError(f"{name}: missing; mode '{self.mode}' needs {' and '.join(needed)}")
         for name, kinds in self._OUTER.items():
             if name in given and self.outer not in kinds:
-                raise ValueError(f"{name}: outer '{self.outer}' takes none; allowed with {', '.join(kinds)}")
+                raise ValueError(f"{name}: not allowed with outer '{self.outer}'; allowed with {', '.join(kinds)}")
         if self.fragments and self.period and self.fragments > self.period:
-            raise ValueError(f"fragments: {self.fragments} is above period {self.period}; one is averaged at a time")
+            raise ValueError(f"fragments: {self.fragments} is above period {self.period}; a step averages at most one")
         if self.overhead is not None and (self.fragments or 1) > 1:
-            raise ValueError("overhead: not with fragments, which need a fixed period")
+            raise ValueError("overhead: not allowed with fragments, which need a fixed period")
         return self
 
 
@@ -406,7 +407,7 @@ class SyncPlan(Document):
         # if that factor is above -1.
         if alpha is not None and alpha * (self.world_size + 1) >= 2:
             raise ValueError(
-                f"consistency.alpha: {alpha:g} lets the centre of {self.world_size} replicas overshoot ever farther; "
+                f"consistency.alpha: {alpha:g} makes the centre of {self.world_size} replicas diverge; "
                 f"allowed: below {2 / (self.world_size + 1):.3g}, 2 / (ranks + 1)"
             )
 

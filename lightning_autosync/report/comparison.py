@@ -64,7 +64,7 @@ def _summary(cases: Sequence[Case]) -> Iterator[str]:
                 count = len(group.runs)
                 runs = "1 run" if count == 1 else f"median of {count} runs, {over.lowest:.2f} to {over.highest:.2f}"
                 parts.append(f"{group.sampler} {over.median:.2f} times as fast as the best-tuned DDP ({runs})")
-        yield f"{case.title}: {'; '.join(parts) or 'no run has a last comparison'}."
+        yield f"{case.title}: {'; '.join(parts) or 'no run has a final comparison'}."
 
 
 def _over(run: TuningRun, opponent: str) -> float | None:

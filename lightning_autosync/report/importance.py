@@ -62,14 +62,14 @@ def importance_of(address: StudyAddress, directory: Path, storage: str | None = 
     study = _of_points(whole)
     complete = len(study.get_trials(deepcopy=False))
     if complete < MIN_TRIALS:
-        return f"{complete} complete trials are too few to tell; it takes {MIN_TRIALS}."
+        return f"{complete} complete trials are too few for importances; at least {MIN_TRIALS} are needed."
     quantile = min(_MAX_QUANTILE, max(_QUANTILE, _MIN_GOOD / complete))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the evaluator warns that it is experimental
         evaluator = PedAnovaImportanceEvaluator(target_quantile=quantile)
         shares = get_param_importances(study, evaluator=evaluator)
     if not sum(shares.values()) > 0:
-        return f"The {complete} complete trials do not tell the parameters apart."
+        return f"In the {complete} complete trials no parameter mattered more than another."
     return Importance(dict(sorted(shares.items(), key=lambda item: -item[1])), complete, quantile)
 
 

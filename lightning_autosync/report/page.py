@@ -128,7 +128,7 @@ def _timelines(run: TuningRun, view: PlanView | None) -> dict[str, Timeline]:
 
 def _importance(run: TuningRun) -> Importance | str:
     if run.result.study is None:
-        return "The run does not say where its study is."
+        return "The run names no study."
     return importance_of(run.result.study, run.directory, run.storage)
 
 
@@ -161,7 +161,7 @@ def _facts(run: TuningRun) -> dict[str, str]:
         "sampler": run.sampler + ("" if run.seed is None else f", seed {run.seed}"),
     }
     if timing.wall_seconds is not None:
-        facts["wall time"] = f"{timing.wall_seconds / 60:.1f} minutes, opponents and last comparison included"
+        facts["wall time"] = f"{timing.wall_seconds / 60:.1f} minutes, opponents and final comparison included"
     if timing.trials_per_minute is not None:
         facts["pace"] = f"{timing.trials_per_minute:.1f} trials a minute"
     if timing.sampler_seconds_by_proposal:

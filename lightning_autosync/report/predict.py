@@ -85,9 +85,9 @@ def _text(prediction: Prediction, bounds: _Bounds) -> str:
     cut = "" if bounds.step.exact else f", {CUT_BOUND}"
     lines = [
         f"step                 {step * 1e3:10.1f} ms",
-        f"least with overlap   {least * 1e3:10.1f} ms ({reached}{cut})",
+        f"step bound           {least * 1e3:10.1f} ms ({reached}{cut})",
         f"synchronization      {prediction.synchronization_time * 1e3:10.1f} ms",
-        f"least, all at once   {bounds.synchronization * 1e3:10.1f} ms{f' ({CUT_BOUND})' if cut else ''}",
+        f"synchronization bound{bounds.synchronization * 1e3:10.1f} ms{f' ({CUT_BOUND})' if cut else ''}",
         "busiest links",
     ]
     busiest = sorted(prediction.timeline.links.items(), key=lambda item: -item[1])[:_BUSIEST]

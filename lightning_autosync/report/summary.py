@@ -62,12 +62,12 @@ def bound_share(run: TuningRun) -> float | None:
 def _result(run: TuningRun) -> Iterator[str]:
     best, final = run.result.best, run.final
     if best is None:
-        yield "No trial was measured to its end, so there is no plan."
+        yield "No trial completed, so there is no plan."
         return
     source = f"builder {best.builder}" if best.builder else f"trial {best.number} ({best.origin})"
     yield f"The best plan, of {source}, takes {milliseconds(run.best_seconds)} a step."
     if final is None:
-        yield "It was not measured side by side with its opponents, so how much faster it is cannot be claimed."
+        yield "It was not measured side by side with its opponents, so this run gives no speedup."
         yield from _loose_times(run)
         return
     yield from _claims(final)
@@ -81,9 +81,9 @@ def _claims(final: FinalComparison) -> Iterator[str]:
         claims.append(f"{faster(final.speedup(final.builder))} the best hand-made builder ({final.builder})")
     yield f"In interleaved rounds it was {' and '.join(claims)}."
     if not final.has_enough_rounds:
-        yield f"{final.rounds} rounds are too few to claim that: take rounds={MIN_ROUNDS} or more."
+        yield f"{final.rounds} rounds are too few to be sure: use rounds={MIN_ROUNDS} or more."
     if final.builder == final.winner:
-        yield "In the rounds before, which choose, no plan that was searched beat this builder's."
+        yield "In the rounds that choose the winner, no searched plan was faster than this builder's."
     for name, why in final.left_out.items():
         yield f"{name} failed in this comparison and was left out: {why}."
 
@@ -105,12 +105,12 @@ def _search(run: TuningRun) -> Iterator[str]:
     if run.trials_to_98 is not None:
         yield f"98% of the final speed was reached after {run.trials_to_98} trials."
     if run.drift.seen:
-        yield f"The machine's speed drifted by {run.drift.spread:.0%} meanwhile. So times of trials are relative to a"
-        yield "reference plan that was measured again and again."
+        yield f"The machine's speed drifted by {run.drift.spread:.0%}. Times of trials are therefore relative to a"
+        yield "reference plan, which was measured repeatedly."
     if run.result.interrupted:
         yield "The search was interrupted before its budget was spent."
     if run.result.failure is not None:
-        yield f"The run could not go on: {run.result.failure}."
+        yield f"The run failed: {run.result.failure}."
 
 
 def _honesty(run: TuningRun) -> str:

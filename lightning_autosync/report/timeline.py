@@ -49,7 +49,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[st
     """
     path = Path(path)
     if path.suffix not in _IMAGES:
-        raise DocumentError(f"{path}: a timeline is drawn as {' or '.join(_IMAGES)}, not '{path.suffix}'")
+        raise DocumentError(f"{path}: cannot draw a timeline as '{path.suffix}'; allowed: {', '.join(_IMAGES)}")
     if not timelines:
         raise DocumentError(f"{path}: no timeline to draw")
     figure = timelines_figure(timelines, width=7 * len(timelines) + 1)

@@ -162,7 +162,7 @@ class TuningRun:
             DocumentError: there is no plan.
         """
         if self.result.best is None:
-            raise DocumentError(f"{self.directory}: no trial was measured to its end")
+            raise DocumentError(f"{self.directory}: no trial completed")
         return self.result.best.seconds if self.final is None else self.final.seconds
 
     @property

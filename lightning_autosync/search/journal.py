@@ -66,7 +66,7 @@ class Journal(JournalFileBackend):
         except DocumentError:
             raise
         except ValueError as error:
-            raise DocumentError(f"{self._path}:{number + 1}: not a line of a journal: {error}") from None
+            raise DocumentError(f"{self._path}:{number + 1}: not a journal line: {error}") from None
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Append lines after the last whole line. A partial line of a killed process is dropped."""
@@ -141,8 +141,8 @@ class JournalLock(JournalFileSymlinkLock):
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"{self._lock_target_file}: another process has been writing to it for {LOCK_TIMEOUT:g} s; "
-                        "is it stopped?"
+                        f"{self._lock_target_file}: another process has locked it for {LOCK_TIMEOUT:g} s; "
+                        "resume or end that process"
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)

@@ -40,7 +40,7 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
             # Databases drop idle connections. With the ping SQLAlchemy reconnects, so that this does not end the run.
             return optuna.storages.get_storage(RDBStorage(text, engine_kwargs={"pool_pre_ping": True}))
         if Path(text).suffix not in _JOURNALS:
-            raise StudyError(f"{text}: a storage is a URL, or a journal file named *{', *'.join(_JOURNALS)}")
+            raise StudyError(f"{text}: not a storage; allowed: a URL, or a journal file named *{', *'.join(_JOURNALS)}")
         Path(text).parent.mkdir(parents=True, exist_ok=True)
         return optuna.storages.JournalStorage(Journal(text))
     except StudyError:
@@ -62,7 +62,7 @@ def storage_errors() -> Iterator[None]:
         yield
     except (OptunaError, SQLAlchemyError, OSError) as error:
         raise StorageError(
-            f"the study's storage does not answer: {one_line(error)}; once it does, the same command resumes"
+            f"the study's storage does not answer: {one_line(error)}; run the same command to resume once it does"
         ) from error
 
 

@@ -100,7 +100,7 @@ def open_study(
         _wait_for_description(study)
     if SPACE not in study.user_attrs:
         if WORKLOAD not in study.user_attrs and study.get_trials(deepcopy=False):
-            raise StudyError(f"study '{name}': it has trials, but none of plans; choose another name or storage")
+            raise StudyError(f"study '{name}': its trials are not plans; choose another name or storage")
         describe(study, space, first)
     check(study, space)
     return study
@@ -116,13 +116,13 @@ def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optu
     """
     text = os.fspath(storage)
     if (missing := missing_file(text)) is not None:
-        raise StudyError(f"{missing}: there is no such {'database' if '://' in text else 'journal file'}")
+        raise StudyError(f"{missing}: this {'database' if '://' in text else 'journal file'} does not exist")
     opened, shown = open_storage(storage), without_password(text)
     names = [study.study_name for study in opened.get_all_studies()]
     if name is None and len(names) != 1:
-        raise StudyError(f"{shown}: it has {len(names)} studies; name one of {', '.join(names) or 'none'}")
+        raise StudyError(f"{shown}: it has {len(names)} studies; choose one of {', '.join(names) or 'none'}")
     if name is not None and name not in names:
-        raise StudyError(f"{shown}: it has no study '{name}'; there are {', '.join(names) or 'none'}")
+        raise StudyError(f"{shown}: it has no study '{name}'; allowed: {', '.join(names) or 'none'}")
     study = optuna.load_study(storage=opened, study_name=name or names[0])
     _sizes(study)
     return study
@@ -167,9 +167,9 @@ def check(study: optuna.Study, space: PlanSpace) -> None:
         if theirs[what] != value:
             there, here = names.get(what, ("", ""))
             raise StudyError(
-                f"study '{study.study_name}': it is of another {what} ({f'{there} {theirs[what]}'.strip()}, not "
+                f"study '{study.study_name}': it has another {what} ({f'{there} {theirs[what]}'.strip()}, not "
                 f"{f'{here} {value}'.strip()})"
-                f"{_other_times(study, space)}; choose another name or storage, or give it as a source of transfer"
+                f"{_other_times(study, space)}; choose another name or storage, or use the study as a transfer source"
             )
 
 
@@ -179,8 +179,8 @@ def _other_times(study: optuna.Study, space: PlanSpace) -> str:
     if known.fingerprint == own.fingerprint or known.variables_fingerprint != own.variables_fingerprint:
         return ""
     return (
-        ": the same variables, but other times or kinds of gradients; where another process measured the times of this "
-        "model meanwhile, start again to take those"
+        ": its variables are the same, but times or kinds of gradients differ; if another process measured this model "
+        "meanwhile, start again to use those times"
     )
 
 
@@ -237,8 +237,8 @@ def space_of(study: optuna.Study) -> PlanSpace:
     sizes = _sizes(study)
     if sizes.runs < 1:
         raise StudyError(
-            f"study '{study.study_name}': its trials are sizes of buckets (search=horovod) and no points of a space of "
-            "plans; studies of the other samplers can be read here"
+            f"study '{study.study_name}': its trials are bucket sizes (search=horovod), not plans; choose a study of "
+            "another sampler"
         )
     about = workload_of(study), cluster_of(study), _semantics(study), sizes.runs, sizes.lone
     space = PlanSpace(*about)
@@ -334,5 +334,5 @@ def _semantics(study: optuna.Study) -> Semantics:
 
 def _attribute(study: optuna.Study, name: str) -> Any:
     if name not in study.user_attrs:
-        raise StudyError(f"study '{study.study_name}': it does not say its '{name}', so it is not one of plans")
+        raise StudyError(f"study '{study.study_name}': '{name}' is missing, so it is not a study of plans")
     return study.user_attrs[name]

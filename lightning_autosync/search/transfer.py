@@ -140,14 +140,14 @@ def _study(source: StudySource, workload: Workload, cluster: ClusterSpec, semant
     own = workload.fingerprint, cluster.fingerprint, semantics
     if (space.workload.fingerprint, space.cluster.fingerprint, space.semantics) == own:
         raise StudyError(
-            f"study '{study.study_name}' is about this model on this cluster: go on with it (study.storage, study.name)"
-            " or start from others"
+            f"study '{study.study_name}' has this job's model and cluster: resume it (study.storage, study.name)"
+            " or choose another source"
         )
     found = {"model": workload_of(study).name, "cluster": cluster_of(study).name}
     for what, name in found.items():
         wanted = getattr(source, what)
         if wanted is not None and wanted != name:
-            raise StudyError(f"{what}: study '{study.study_name}' is about '{name}', not '{wanted}'")
+            raise StudyError(f"{what}: study '{study.study_name}' has '{name}', not '{wanted}'")
     return study
 
 
@@ -157,7 +157,7 @@ def _samples(source: DatasetSource, workload: Workload, cluster: ClusterSpec) ->
     found = [sample for sample in dataset if _is_wanted(sample, source, own)]
     if not found:
         raise DocumentError(
-            f"{source.path}: none of its {len(dataset)} samples is of the wanted models and clusters "
+            f"{source.path}: none of its {len(dataset)} samples matches the model, cluster and relation "
             f"({_names(dataset)}; relation: {source.relation})"
         )
     return found

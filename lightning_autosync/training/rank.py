@@ -244,8 +244,8 @@ def _shape(cluster: ClusterSpec, settings: TrainingSettings) -> tuple[int, int]:
     accelerator = settings.trainer.get("accelerator", "auto")
     if accelerator != "cpu" and (accelerator != "auto" or torch.accelerator.is_available()):
         raise ClusterError(
-            f"cluster '{cluster.name}': Lightning needs nodes with equally many devices and ranks node by node; "
-            "others train on CPUs only (trainer.accelerator=cpu)"
+            f"cluster '{cluster.name}': on accelerators Lightning needs equally many devices per node and ranks in "
+            "node order; change the cluster, or set trainer.accelerator=cpu"
         )
     os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
     return cluster.world_size, 1

@@ -99,10 +99,10 @@ class TrainingSettings(Configuration):
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
         if "_target_" in model:
             if model.get("loss") is not None:
-                raise ValueError("loss: a LightningModule has its own, in training_step; leave it out")
+                raise ValueError("loss: a LightningModule computes its loss in training_step; leave it out")
             return model
         if "kind" not in model:
-            raise ValueError("expected _target_, the name of a LightningModule, or a model of the bench with its kind")
+            raise ValueError("expected _target_, the name of a LightningModule, or kind, a model of the bench")
         try:
             model_of(model)
         except ValidationError as error:
@@ -121,13 +121,13 @@ class TrainingSettings(Configuration):
     def _check_trainer(cls, trainer: dict[str, Any]) -> dict[str, Any]:
         for name in trainer:
             if name in _OURS:
-                raise ValueError(f"{name}: is set by {_OURS[name]}")
+                raise ValueError(f"{name}: not allowed here; set {_OURS[name]} instead")
         return trainer
 
     @model_validator(mode="after")
     def _check(self) -> TrainingSettings:
         if self.module is None and self.data is not None:
-            raise ValueError(f"data: a model of kind '{self.model['kind']}' has batches of its own; leave data out")
+            raise ValueError(f"data: a model of kind '{self.model['kind']}' makes its own batches; leave data out")
         changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
         if self.cluster is None and changed:
             raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")

@@ -80,12 +80,12 @@ def test_a_bench_draws_its_fastest_plan_measured_beside_predicted(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {"kind": "layers", "tensors": 4, "width": 8, "batch": 2}}, "models that compute by the clock"),
+        ({"model": {"kind": "layers", "tensors": 4, "width": 8, "batch": 2}}, "needs a model with paced computation"),
         ({"cluster": ClusterSpec.uniform(nodes=3).to_dict(), "launch": {"kind": "local"}}, "bandwidth: unknown"),
-        ({"contenders": {"fp16": {"ddp": {"hook": "fp16"}}}}, "there is none among the contenders"),
+        ({"contenders": {"fp16": {"ddp": {"hook": "fp16"}}}}, "needs a contender with an exact plan"),
         (
             {"contenders": {"bf16": {"builder": "all_reduce", "compressor": "bf16"}}},
-            "there is none among the contenders",
+            "needs a contender with an exact plan",
         ),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_training_leaves_its_result(tmp_path: Path) -> None:
     assert "shared_memory" in finished.stdout
     assert objective(found, "step_seconds") == found["median_step_seconds"]
     assert objective(found, "loss") == found["metrics"]["loss"]
-    with pytest.raises(DocumentError, match="objective: 'speed' was not logged; there is step_seconds, loss, val"):
+    with pytest.raises(DocumentError, match="objective: 'speed' was not logged; allowed: step_seconds, loss, val"):
         objective(found, "speed")
 
 
@@ -170,11 +170,11 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"model": {}}, r"^model: expected _target_"),
         ({"model": {"kind": "layers", "tensors": 3, "width": 2, "batch": 1}}, "^model: tensors: every layer has two"),
         ({"data": {"batch_size": 3}}, "^data: expected _target_"),
-        ({"model": {"kind": "flat", "mib": 1}}, "^data: a model of kind 'flat' has batches of its own; leave data out"),
+        ({"model": {"kind": "flat", "mib": 1}}, "^data: a model of kind 'flat' makes its own batches; leave data out"),
         ({"sync": {"plan": "nothing"}}, "'nothing' is neither a file .* nor a builder"),
         ({"sync": {"plan": "missing.yaml"}}, "missing.yaml: cannot be read"),
         ({"sync": {"strategy": "ddp", "plan": "ps"}}, "^sync: strategy: ddp takes neither plan nor semantics"),
-        ({"trainer": {"devices": 3}}, "^trainer: devices: is set by ranks or cluster"),
+        ({"trainer": {"devices": 3}}, "^trainer: devices: not allowed here; set ranks or cluster"),
         ({"launch": {"kind": "ssh"}}, "^cluster: missing; launch=ssh needs one"),
         ({"launch": {"kind": "moon"}}, "^launch"),
         ({"cluster_scale": 2.0}, "^cluster: missing; cluster_scale"),

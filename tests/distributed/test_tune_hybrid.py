@@ -123,7 +123,7 @@ def test_its_report_can_be_written_again(found: tuple[Path, str], here: Here) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("model=vgg_like", "cluster=four_equal"), "parallel: hybrid needs a model that really computes"),
+        (("model=vgg_like", "cluster=four_equal"), "parallel: hybrid needs a model with operators to split"),
         ((*MODEL, "cluster=shape.yaml"), "cluster 'shape': links[0].bandwidth: unknown"),
         ((*MODEL, "cluster=four_equal", "parallel.rates=none.yaml"), "none.yaml: cannot be read"),
         (
@@ -155,4 +155,4 @@ def test_a_prediction_tells_bytes_and_memory(found: tuple[Path, str], here: Here
     assert sum(data["memory"].values()) == pytest.approx(trial.memory)
     assert "bytes that each rank sends" in printed
     status, _, _ = here(directory, "predict", "plan=megatron.yaml", "cluster=slow.yaml", "hydra.run.dir=prediction")
-    assert "module: missing; 'megatron.yaml' splits the operators of a model" in str(status)
+    assert "module: missing; 'megatron.yaml' splits a model's operators" in str(status)

@@ -43,7 +43,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.
     result = json.loads((tmp_path / "complete" / "result.json").read_text())
     check_result(result, path)
     assert ValidationResult.read(tmp_path / "complete").to_dict() == result
-    assert "Kendall tau: no workload on a cluster has plans enough" in capsys.readouterr().out
+    assert "Kendall tau: too few plans of the same workload and cluster" in capsys.readouterr().out
 
 
 def check_result(result: dict, path: Path) -> None:

@@ -196,7 +196,7 @@ class Collector:
 
     def _fail(self, combination: Combination, draft: DrawnPlan, error: WorkerError) -> None:
         why = reason(error)
-        _log.warning("%s: a plan of kind %s failed: %s", combination.name, draft.kind, why)
+        _log.warning("%s: a plan of kind '%s' failed: %s", combination.name, draft.kind, why)
         self.progress.failed.append({"combination": combination.name, "plan": draft.text, "error": why})
         if len(self.progress.failed) > self._settings.failures:
             raise error

@@ -80,7 +80,7 @@ def draw_workload(settings: CollectionSettings, model: str | dict[str, Any], var
     arguments = {"family": model} if isinstance(model, str) else dict(model)
     family = arguments.pop("family", None)
     if not isinstance(family, str):
-        raise WorkloadError(f"families: {model}: family: missing; it is one of {', '.join(catalogue.names())}")
+        raise WorkloadError(f"families: {model}: family: missing; allowed: {', '.join(catalogue.names())}")
     name = f"{arguments.pop('name', family)}-{variant}"
     random = Random(f"{settings.seed} {name}")
     size, ratio = _draw(random, settings.bytes), _draw(random, settings.ratio)
@@ -105,7 +105,7 @@ def _draw(random: Random, limits: Range) -> float:
 def _check_names(field: str, names: Sequence[str]) -> None:
     name, count = Counter(names).most_common(1)[0]
     if count > 1:
-        raise DocumentError(f"{field}: '{name}' is there {count} times; give each a 'name' of its own")
+        raise DocumentError(f"{field}: '{name}' occurs {count} times; give each entry a different 'name'")
 
 
 _FOUNDERS = 24

@@ -35,7 +35,7 @@ def compare(settings: ConvergenceSettings) -> ConvergenceResult:
     known = load_rates(settings.rates_of, settings) if settings.rates_of else {}
     for name in plans:
         if name not in known and len(settings.grid(name)) > 1 and settings.tuning_seeds == 0:
-            raise DocumentError(f"rates_of: no rate of '{name}' in {settings.rates_of}, and tuning_seeds is 0")
+            raise DocumentError(f"rates_of: {settings.rates_of} has no rate of '{name}'; set tuning_seeds to 1 or more")
     load_before = os.getloadavg()
     with MeasurementSession(cluster, settings.launch, settings.timeout, settings.scheduling) as session:
         comparison = _Comparison(settings, workload, cluster, plans, session)

@@ -139,8 +139,8 @@ def simulate_groups(settings: ConvergenceSettings) -> IsolationResult:
     for name, plan in plans.items():
         if plan.consistency.mode != "partial_reduce":
             raise DocumentError(
-                f"methods.{name}: isolation is a matter of partial_reduce, and this is {plan.consistency.mode}; "
-                "choose with methods=groups or only.methods"
+                f"methods.{name}: isolation needs mode partial_reduce, not {plan.consistency.mode}; "
+                "select methods with methods=groups or only.methods"
             )
     return IsolationResult(
         settings,
@@ -216,9 +216,9 @@ def survey_remarks(survey: IsolationResult) -> list[str]:
     assert settings.isolation is not None
     assert settings.pace is not None
     return [
-        f"simulated by the rules that run: steps of {settings.pace * 1e3:g} ms ± {settings.isolation.jitter:.0%}, "
+        f"simulated with the real rules: steps of {settings.pace * 1e3:g} ms ± {settings.isolation.jitter:.0%}, "
         f"averages of {settings.isolation.exchange * 1e3:g} ms",
-        "forced: share of the groups that had to connect workers; apart: windows of twice the bound whose groups leave "
-        "workers apart",
+        "forced: share of groups formed to connect workers; apart: windows of twice the bound whose groups left "
+        "workers unconnected",
         "idle: share of the workers' time spent waiting for a group to form; no rule: first come, first served",
     ]

@@ -58,29 +58,29 @@ def remarks(result: ConvergenceResult) -> list[str]:
     """Explanations of the tables."""
     settings = result.settings
     lines = [
-        f"final %: validation metric, mean and deviation over seeds; points: less that of {settings.reference}",
-        "kB/step: sent by the median rank, and by the one that sends most, for one of its steps, as the kernel counts; "
-        f"a ring all-reduce must send {result.ring_bytes / 1e3:.1f} of a model of {result.model_bytes / 1e3:.1f}",
-        "state kB: optimizer state after the last step, on the median rank and on the one that has most; what an "
-        "exchange needs while it lasts (flat copies of the model, messages) is not in it",
-        "steps/s: of all workers together",
-        "waiting: share of the time between a worker's computation and its next step: exchange, waiting and the "
-        "optimizer's step; of methods in step it begins with backward, which exchanges meanwhile",
+        f"final %: validation metric, mean and deviation over seeds; points: difference from {settings.reference}",
+        "kB/step: kB that a rank sends per step by the kernel's count (median rank, then the rank that sends most); "
+        f"a ring all-reduce sends {result.ring_bytes / 1e3:.1f} for a model of {result.model_bytes / 1e3:.1f} kB",
+        "state kB: optimizer state after the last step (median rank, then the rank that has most), without temporary "
+        "buffers of exchanges (flat copies of the model, messages)",
+        "steps/s: sum over all workers",
+        "waiting: share of time from the end of a worker's computation to its next step (exchange, waiting, optimizer "
+        "step); synchronous methods exchange during backward, so theirs starts with backward",
         *_group_remarks(result),
     ]
     if settings.target is not None:
         lines.append(
-            "s: median over seeds of the time until the average of all replicas reached the target; each run: its own "
-            f"time, of more than {FEW} runs the shortest .. the longest"
+            "s: time until the average of all replicas reached the target (median over seeds); each run: the time of "
+            f"each run, or shortest .. longest of more than {FEW} runs"
         )
     if settings.limit is not None:
         lines.append(
-            f"a training ends after {settings.limit:g} s, or when rank 0's own model has passed the target for good"
+            f"each training ends after {settings.limit:g} s, or when rank 0's own model stays above the target"
         )
     busy = [run.foreign_cores for run in result.runs if run.foreign_cores is not None]
     if busy and sum(busy) / len(busy) > BUSY_CORES:
         mean = sum(busy) / len(busy)
-        lines.append(f"other processes kept {mean:.1f} cores busy: repeat this on an idle machine")
+        lines.append(f"other processes kept {mean:.1f} cores busy; repeat this on an idle machine")
     return lines
 
 
@@ -92,8 +92,8 @@ def _group_remarks(result: ConvergenceResult) -> list[str]:
             found = result.summary(name, speed)
             if found.bridging is not None:
                 lines.append(
-                    f"groups of {name}, {speed}: {found.bridging:.1%} had to connect workers; {found.apart} of "
-                    f"{found.windows} windows of twice the bound left some apart; waiting {found.waiting:.0%}"
+                    f"groups of {name}, {speed}: {found.bridging:.1%} formed to connect workers; {found.apart} of "
+                    f"{found.windows} windows of twice the bound left workers unconnected; waiting {found.waiting:.0%}"
                 )
     return lines
 

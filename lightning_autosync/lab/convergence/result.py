@@ -248,7 +248,7 @@ def load_rates(path: str, settings: ConvergenceSettings) -> dict[str, float]:
         ("momentum", earlier.settings.momentum, settings.momentum),
     ):
         if found != wanted:
-            raise DocumentError(f"{path}: settings.{name}: its rates are for {found!r}, and this is {wanted!r}")
+            raise DocumentError(f"{path}: settings.{name}: its rates were tuned with {found!r}, not {wanted!r}")
     return earlier.rates
 
 

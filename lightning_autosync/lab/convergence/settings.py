@@ -119,7 +119,7 @@ class ConvergenceSettings(Configuration):
     @model_validator(mode="after")
     def _check_place(self) -> Self:
         if self.launch.kind == "ssh":
-            raise ValueError("launch: ssh is not for comparisons of convergence; allowed: local, emulated")
+            raise ValueError("launch: 'ssh' is not supported here; allowed: local, emulated")
         if self.launch.kind == "emulated" and self.cluster is None:
             raise ValueError("cluster: missing; launch=emulated needs one, for example cluster=four_equal")
         changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
@@ -130,7 +130,7 @@ class ConvergenceSettings(Configuration):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.steps is None) is (self.limit is None):
-            raise ValueError("steps and limit: give one of them")
+            raise ValueError("steps and limit: give exactly one of them")
         for field, chosen, known in (
             ("methods", self.only.methods, self.methods),
             ("speeds", self.only.speeds, self.speeds),
@@ -146,11 +146,11 @@ class ConvergenceSettings(Configuration):
                 if rank >= self.workers:
                     raise ValueError(f"speeds.{name}: rank {rank} is out of range; workers is {self.workers}")
         if self.pace is None and any(self.speeds[name] for name in self.chosen_speeds):
-            raise ValueError("pace: missing; slow workers need a paced step that they are slower than")
+            raise ValueError("pace: missing; slow workers need it as the normal step time")
         if self.pace is None and self.isolation is not None:
             raise ValueError("pace: missing; isolation simulates paced steps")
         if self.tuning_seeds == 0 and self.rates_of is None and any(len(self.grid(name)) > 1 for name in self.methods):
-            raise ValueError("tuning_seeds: at least 1 is needed to choose among several rates")
+            raise ValueError("tuning_seeds: must be 1 or more to choose among several rates; or give rates_of")
         return self
 
     @property

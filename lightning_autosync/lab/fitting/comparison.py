@@ -75,8 +75,8 @@ class SimulatorAccuracy:
                 taus.append(kendall_tau(target.tolist(), guess.tolist()))
         if not counted:
             raise DocumentError(
-                "dataset: no two plans of the test, of one workload on one cluster, can be told apart: collect more, "
-                "or give compare=[] to fit without a comparison"
+                "dataset: all test plans of the same workload and cluster are within noise of each other; collect "
+                "more, or give compare=[] to fit without a comparison"
             )
         errors = abs(numpy.exp(predicted - examples.target) - 1)
         return cls(

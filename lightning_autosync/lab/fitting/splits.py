@@ -194,7 +194,7 @@ def _draw(names: Sequence[str], what: str, seed: str, number: int | None) -> tup
     """Names for the test, and names to hold out in each turn; the latter repeat if there are too few."""
     if len(names) < 3:
         raise DocumentError(
-            f"splits: samples of {len(names)} {what} names are too few to keep some unseen ({', '.join(names)}); at "
+            f"splits: {len(names)} {what} names ({', '.join(names)}) are too few to hold some out for the test; at "
             "least 3 are needed: collect more, or give splits=[trial], or compare=[] to fit without a comparison"
         )
     blocks = min(BLOCKS, len(names))
@@ -221,5 +221,5 @@ def _checked(split: Split, count: int, tested: bool = True) -> Split:
     """
     held_out = tuple(part for part in split.held_out if 0 < len(part) < len(split.train))
     if not held_out or (tested and not len(split.test)):
-        raise DocumentError(f"splits: {count} samples are too few to train, to choose and to test on; collect more")
+        raise DocumentError(f"splits: {count} samples are too few for training, validation and test; collect more")
     return replace(split, held_out=held_out)

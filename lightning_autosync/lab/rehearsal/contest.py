@@ -107,7 +107,7 @@ def _check_trials(run: SamplerRun, path: Path) -> None:
     if min(lengths) != max(lengths) or not lengths[0]:
         raise DocumentError(
             f"{path}: {run.sampler} on {run.pair}, seed {run.seed}: seconds, measured, origins, overhead have "
-            f"{', '.join(map(str, lengths))} trials; expected equally many, one at least"
+            f"{', '.join(map(str, lengths))} trials; expected the same number in each, at least 1"
         )
 
 
@@ -118,7 +118,7 @@ def _check_source(run: SamplerRun, settings: RehearsalSettings, path: Path) -> N
     wanted = settings.source_of(run.pair)
     if run.source != wanted:
         raise DocumentError(
-            f"{path}: source: its run of transfer on {run.pair} started from {run.source!r}, not {wanted!r}; {REMEDY}"
+            f"{path}: source: the 'transfer' run on {run.pair} started from {run.source!r}, not {wanted!r}; {REMEDY}"
         )
 
 

@@ -80,10 +80,10 @@ class RehearsalSettings(Configuration):
             if pair.count("@") != 1:
                 raise ValueError(f"pairs: expected MODEL@CLUSTER, got {pair!r}")
         if "transfer" in self.samplers and self.source is None and len(self.pairs) == 1:
-            raise ValueError("source: missing; with one pair 'transfer' needs to be told where from")
+            raise ValueError("source: missing; with a single pair, 'transfer' needs the pair to start from")
         itself = next((pair for pair in self.pairs if self._transfers and self.source_of(pair) == pair), None)
         if itself is not None:
-            raise ValueError(f"source: '{itself}' would start from its own study; name a pair that is none of pairs")
+            raise ValueError(f"source: '{itself}' would start from its own study; give a pair that is not in pairs")
         try:
             SamplerSizes.check(self.options)
         except ValueError as error:

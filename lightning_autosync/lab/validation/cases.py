@@ -213,8 +213,8 @@ def _draw_carried(
                 return kind, plan
         kind = random.choice(BUILDERS) if kind in BUILDERS else kind
     raise DocumentError(
-        f"most_cores: none of {_DRAWS} plans of '{workload.name}' on '{cluster.name}' leaves the cores that free "
-        "and is new; allowed: a larger share, workloads with a longer `bound`, or fewer cases"
+        f"most_cores: none of {_DRAWS} drawn plans of '{workload.name}' on '{cluster.name}' is new and within "
+        f"{settings.most_cores:g}; give a larger most_cores, workloads with a longer `bound`, or fewer cases"
     )
 
 

@@ -95,8 +95,8 @@ def measure_cases(cases: Iterable[Case], settings: ValidationSettings, path: Pat
     for one in found.values():
         if (one.scheduling, one.warm_up) != way:
             raise DocumentError(
-                f"measurements: {path}: made with scheduling={one.scheduling} warm_up={one.warm_up}, now it is "
-                f"scheduling={way[0]} warm_up={way[1]}; give the same, or another file"
+                f"measurements: {path}: made with scheduling={one.scheduling} warm_up={one.warm_up}, but settings are "
+                f"scheduling={way[0]} warm_up={way[1]}; use the former, or give another file"
             )
     missing = [case for case in cases if case.key not in found]
     done = 0

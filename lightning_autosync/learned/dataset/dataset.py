@@ -203,6 +203,6 @@ def _check_documents(rows: Any, documents: Documents, folders: Sequence[Path]) -
         for fingerprint in rows[kind].unique().to_pylist():
             if (kind, fingerprint) not in documents:
                 raise DocumentError(
-                    f"{', '.join(map(str, folders))}: {kind} {fingerprint} is named by samples but in no part; "
-                    "restore the documents part that held it from a copy"
+                    f"{', '.join(map(str, folders))}: samples need {kind} {fingerprint}, but no part contains it; "
+                    "restore its documents part from a copy"
                 )

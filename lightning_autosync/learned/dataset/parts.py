@@ -17,8 +17,8 @@ MANIFEST = "manifest.json"
 Table = Literal["samples", "documents"]
 TABLES: tuple[Table, ...] = get_args(Table)
 _REMEDIES = {
-    "samples": "restore it from a copy, or take its entry out of {manifest} to continue without its {rows} samples",
-    "documents": "restore it from a copy; the samples that name its {rows} documents cannot be read without it",
+    "samples": "restore it from a copy, or remove its entry from {manifest} to continue without its {rows} samples",
+    "documents": "restore it from a copy; samples that need its {rows} documents cannot be read without it",
 }
 
 
@@ -93,10 +93,10 @@ def load_manifest(directory: Path) -> Manifest:
     if parts:
         # Never create a new manifest in this case: it would leave out all samples of the existing parts.
         raise DocumentError(
-            f"{path}: missing, but files of its parts exist ({len(parts)}, the first {parts[0]}); restore it "
+            f"{path}: missing, but {len(parts)} of its parts exist, such as {parts[0]}; restore it "
             "from a copy, or use another folder"
         )
-    raise DocumentError(f"{directory}: no dataset: it has no {MANIFEST}; `autosync collect dataset=DIR` makes one")
+    raise DocumentError(f"{directory}: not a dataset: it has no {MANIFEST}; `autosync collect dataset=DIR` makes one")
 
 
 def read_part(directory: Path, part: DatasetPart) -> bytes:
@@ -112,7 +112,7 @@ def read_part(directory: Path, part: DatasetPart) -> bytes:
     except OSError as cause:
         raise DocumentError(f"{path}: cannot be read ({cause.strerror}); {remedy}") from None
     if len(content) < part.bytes:
-        raise DocumentError(f"{path}: truncated: {len(content)} of {part.bytes} bytes are there; {remedy}")
+        raise DocumentError(f"{path}: truncated: it has {len(content)} of {part.bytes} bytes; {remedy}")
     if hashlib.sha256(content).hexdigest() != part.sha256:
         raise DocumentError(f"{path}: altered: its SHA-256 is not the one in {MANIFEST}; {remedy}")
     return content
@@ -183,7 +183,7 @@ def check_row(table: Any, row: Any) -> None:
     import pyarrow
 
     if table not in TABLES:
-        raise ValueError(f"table: {shown(table)} is none of {', '.join(TABLES)}")
+        raise ValueError(f"table: {shown(table)} is not known; allowed: {', '.join(TABLES)}")
     if not isinstance(row, dict):
         raise ValueError("row: not a mapping of columns")
     for field in schema(table):
@@ -205,7 +205,9 @@ def read_table(directory: Path, part: DatasetPart) -> Any:
     path = directory / part.file
     rows = from_parquet(part.table, read_part(directory, part), str(path))
     if rows.num_rows != part.rows:
-        raise DocumentError(f"{path}: it has {rows.num_rows} rows, {part.rows} by {MANIFEST}; restore that from a copy")
+        raise DocumentError(
+            f"{path}: it has {rows.num_rows} rows, but {MANIFEST} says {part.rows}; restore {MANIFEST} from a copy"
+        )
     return rows
 
 
@@ -230,7 +232,7 @@ def from_parquet(table: Table, content: bytes, source: str) -> Any:
         rows.validate(full=True)
     except (pyarrow.ArrowException, KeyError, OSError) as cause:  # OSError: damaged within the file
         reason = shortened(str(cause).partition("\n")[0], 300)
-        raise DocumentError(f"{source}: not a table of {table} of this version: {reason}") from None
+        raise DocumentError(f"{source}: not a table of {table}, or of another version: {reason}") from None
     for name in columns.names:
         if name not in _NULLABLE | _TOLD_BY_ROW and rows[name].null_count:
             raise DocumentError(f"{source}: {name}: missing in {rows[name].null_count} of {rows.num_rows} rows")

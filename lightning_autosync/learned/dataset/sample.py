@@ -14,7 +14,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.workload import Workload
 
-_TIMES = f"it must be finite and above 0 seconds, from {LEAST:g} to {LONGEST:g}"
+_TIMES = f"allowed: {LEAST:g} to {LONGEST:g} seconds"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def check_steps(steps: Sequence[float | None]) -> None:
         ValueError: there are no steps, or a time is invalid; the message names the first one.
     """
     if not steps:
-        raise ValueError("steps: none; a sample has at least one")
+        raise ValueError("steps: empty; a sample needs at least one")
     for number, seconds in enumerate(steps):
         if seconds is None or not is_time(seconds):
             raise ValueError(f"steps[{number}]: {seconds} is not a time; {_TIMES}")

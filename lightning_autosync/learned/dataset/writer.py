@@ -48,7 +48,7 @@ def read_rows(path: Path) -> Iterator[Line]:
             yield _row(parse_json(line, "its text"))
         except ValueError as cause:
             raise DocumentError(
-                f"{where}: not a row: {cause}; delete the line, the pairs that need it are measured again"
+                f"{where}: not a row: {cause}; delete the line (its pairs are measured again)"
             ) from None
 
 

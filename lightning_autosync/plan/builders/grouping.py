@@ -37,7 +37,7 @@ def fused_groups(variables: Sequence[Variable], limits: Sequence[int], prefix: s
         PlanError: a limit is below 1.
     """
     if min(limits) < 1:
-        raise PlanError(f"a message of {min(limits)} bytes: a size must be 1 or more")
+        raise PlanError(f"message size: {min(limits)} bytes; must be 1 or more")
     dense = [variable for variable in variables if variable.kind == "dense"]
     number = 0
     for dtype in dict.fromkeys(variable.dtype for variable in dense):

@@ -49,7 +49,7 @@ def find(name: str) -> CodecFormat:
     """
     _load()
     if name not in _registered:
-        raise PlanError(f"compressor: '{name}' is not known; registered are {', '.join(names())}")
+        raise PlanError(f"compressor: '{name}' is not known; allowed: {', '.join(names())}")
     return _registered[name]
 
 

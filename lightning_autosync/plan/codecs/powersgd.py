@@ -22,7 +22,7 @@ class PowerSGD(CodecFormat):
 
     def check(self, group: Group) -> None:
         if group.partition and group.partition.axis is not None:
-            raise ValueError("partition.axis: powersgd's factors are cut as one flat message; leave it out")
+            raise ValueError("partition.axis: not allowed with powersgd, whose factors are cut as one; leave it out")
 
     def rounds(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return low_rank_layout(shapes, compressor.rank)[1]

@@ -144,7 +144,7 @@ class PlanSpace:
         recorded: Mapping[str, Domain] | None = None,
     ) -> None:
         if semantics == "relaxed":
-            raise PlanError("semantics: a plan space is 'exact' or 'compressed'; choose a relaxed consistency yourself")
+            raise PlanError("semantics: 'relaxed' plans cannot be searched; allowed: 'exact', 'compressed'")
         self.workload = workload
         self.cluster = cluster
         self.semantics = semantics
@@ -301,7 +301,7 @@ class PlanSpace:
                 continue
             block, _, aspect = name.rpartition("/")
             if block not in made or aspect not in ASPECTS or not domain:
-                raise PlanError(f"plan space: '{name}' is recorded, but no parameter of this workload's blocks")
+                raise PlanError(f"plan space: recorded parameter '{name}' does not belong to this workload")
             made[block][aspect] = tuple(domain)
         return made
 

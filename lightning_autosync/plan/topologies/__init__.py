@@ -29,8 +29,8 @@ def register(topology: Topology) -> None:
     for other in taken:
         if other is not None:
             raise PlanError(
-                f"topology '{topology.name}' of {type(topology).__module__} has a name, or offers a method, that "
-                f"{type(other).__module__}.{type(other).__name__} has taken"
+                f"topology '{topology.name}' of {type(topology).__module__}: its name or one of its methods is already "
+                f"registered by {type(other).__module__}.{type(other).__name__}; rename it"
             )
     _registered[topology.name] = topology
     _methods.update({method.name: (topology, method) for method in topology.offers})
@@ -44,7 +44,7 @@ def find(name: str) -> Topology:
     """
     _load()
     if name not in _registered:
-        raise PlanError(f"topology: '{name}' is not known; registered are {', '.join(names())}")
+        raise PlanError(f"topology: '{name}' is not known; allowed: {', '.join(names())}")
     return _registered[name]
 
 
@@ -74,7 +74,7 @@ def method(name: str) -> tuple[Topology, Method]:
     """
     _load()
     if name not in _methods:
-        raise PlanError(f"method: '{name}' is not known; the registered topologies offer {', '.join(_methods)}")
+        raise PlanError(f"method: '{name}' is not known; allowed: {', '.join(_methods)}")
     return _methods[name]
 
 

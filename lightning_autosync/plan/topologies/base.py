@@ -187,9 +187,11 @@ class Topology(ABC):
         """
         if group.architecture not in self.architectures:
             allowed = " or ".join(f"'{architecture}'" for architecture in self.architectures)
-            raise ValueError(f"topology: '{self.name}' is an {self.architectures[0]}; architecture must be {allowed}")
+            raise ValueError(
+                f"topology: '{self.name}' does not support '{group.architecture}'; architecture must be {allowed}"
+            )
         if group.compressor.kind != "none" and not self.compresses:
-            raise ValueError(f"topology: '{self.name}' sends nothing to compress; compressor must be 'none'")
+            raise ValueError(f"topology: '{self.name}' does not support compression; compressor must be 'none'")
 
     def check_site(self, site: Site, first: Variable, rows: int) -> None:
         """Check that it suits a cluster and a message.
@@ -204,13 +206,14 @@ class Topology(ABC):
         """
         if rows and self.dense_only:
             raise ValueError(
-                f"topology: '{self.name}' holds dense gradients, '{first.name}' has {first.kind} ones; give it another"
+                f"topology: '{self.name}' takes dense gradients only, but '{first.name}' has {first.kind} gradients; "
+                "choose another topology for it"
             )
         nodes = len({*site.cluster.rank_nodes})
         if nodes > 1 and self.one_node_only:
             raise ValueError(
-                f"topology: '{self.name}' needs all ranks on one node, cluster '{site.cluster.name}' has them on "
-                f"{nodes}"
+                f"topology: '{self.name}' needs all ranks on one node, but cluster '{site.cluster.name}' has them on "
+                f"{nodes} nodes"
             )
 
 

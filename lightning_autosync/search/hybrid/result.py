@@ -34,7 +34,7 @@ class HybridTrial(Record):
 
     Attributes:
         number: number of its trial in the study.
-        name: name in the last comparison.
+        name: name in the final comparison.
         origin: ``search``, ``megatron``, a ``builder`` of synchronization plans, or a setting of ``ddp``.
         state: ``complete``, ``pruned`` (clearly slower), or ``failed``.
         seconds: median seconds of a step; None if it was not measured.
@@ -72,8 +72,8 @@ class HybridTuningResult(Result):
         search_seconds: seconds of the search by prediction.
         notes: notes of the captured graph about the model.
         trials: all trials, in order.
-        final: last comparison, as plain data for `FinalComparison`; None if there was none.
-        winner: name of the fastest in the last comparison.
+        final: final comparison, as plain data for `FinalComparison`; None if there was none.
+        winner: name of the fastest in the final comparison.
         interrupted: whether a Ctrl-C ended the run.
     """
 
@@ -95,12 +95,12 @@ class HybridTuningResult(Result):
     @model_validator(mode="after")
     def _check_winner(self) -> Self:
         if self.winner is not None and self.winner not in {t.name for t in self.trials if t.seconds is not None}:
-            raise ValueError(f"winner: no trial with a time is named '{self.winner}'")
+            raise ValueError(f"winner: no measured trial is named '{self.winner}'")
         return self
 
     @property
     def best(self) -> HybridTrial | None:
-        """The winner of the last comparison; without a winner, the fastest complete plan."""
+        """The winner of the final comparison; without a winner, the fastest complete plan."""
         if self.winner is not None:
             return next(one for one in self.trials if one.name == self.winner and one.seconds is not None)
         ran = [
@@ -115,7 +115,7 @@ class HybridTuningResult(Result):
 
     @cached_property
     def comparison(self) -> FinalComparison | None:
-        """The last comparison; None if there was none.
+        """The final comparison; None if there was none.
 
         Raises:
             DocumentError: a field of it is missing or wrong.
@@ -131,7 +131,7 @@ class HybridTuningResult(Result):
         if self.comparison is not None:
             return self.comparison.seconds
         if self.best is None or self.best.seconds is None:
-            raise ValueError("no plan came to a time")
+            raise ValueError("no plan was measured")
         return self.best.seconds
 
     def lines(self) -> Iterator[str]:
@@ -139,19 +139,19 @@ class HybridTuningResult(Result):
         yield from self.notes
         best, final = self.best, self.comparison
         if best is None:
-            yield "no plan came to a time"
+            yield "no plan was measured"
             return
         yield f"best plan: {best.name} ({best.origin}), {1e3 * float(self):.2f} ms a step"
         if final is None:
-            yield "it was not compared with its opponents side by side: run the same command to go on"
+            yield "it was not compared with its opponents side by side; run the same command to resume"
             return
         for name in final.contenders:
             if name != final.winner:
                 ratio = final.speedup(name)
-                few = "" if final.has_enough_rounds else ", in too few rounds to tell"
+                few = "" if final.has_enough_rounds else ", too few rounds to be sure"
                 yield f"speedup over {name}: {ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]{few}"
         for name, why in final.left_out.items():
-            yield f"{name} failed at that and was left out: {why}"
+            yield f"{name} failed in this comparison and was left out: {why}"
 
 
 def plan_of(trial: HybridTrial) -> AnyPlan | None:

@@ -49,7 +49,7 @@ PARAMETERS: dict[str, BaseDistribution] = {
 }
 """Parameters of a trial: origin of its plan, and its place among the plans of that origin, best prediction first."""
 RIVALS = 2
-"""Maximum numbers of DDP settings, and of builders' plans, in the last comparison."""
+"""Maximum numbers of DDP settings, and of builders' plans, in the final comparison."""
 _SGD = StepSettings(slots=0)
 _log = logging.getLogger(__name__)
 
@@ -84,8 +84,8 @@ class HybridTuningRun:
         self._job = TuningJob.of(settings)
         if settings.is_paced:
             raise DocumentError(
-                "parallel: hybrid needs a model that really computes, with operators to split; "
-                f"'{settings.model.kind}' computes by the clock"
+                "parallel: hybrid needs a model with operators to split; "
+                f"the computation of '{settings.model.kind}' is paced"
             )
         self._job.cluster.require_measured()
         self._graph = self._captured()
@@ -154,8 +154,8 @@ class HybridTuningRun:
             limit = f"{(chosen.memory or 0.0) / 1e6:.3g} MB"
             if not split:
                 least = f"{found.best.memory / 1e6:.3g} MB"
-                raise PlanError(f"parallel: memory: no plan fits into {limit} on each rank; the smallest needs {least}")
-            _log.info("data parallelism does not fit into %s a rank", limit)
+                raise PlanError(f"parallel.memory: no plan fits into {limit} per rank; the smallest plan needs {least}")
+            _log.info("data parallelism does not fit into %s per rank", limit)
             entries = entries[:1]  # whose gradients the others are compared with
         return entries + split
 
@@ -192,7 +192,7 @@ class HybridTuningRun:
             [self._graph.fingerprint, self._job.cluster.fingerprint, self._settings.model.model_dump(mode="json")]
         )
         if study.user_attrs.get(ABOUT, about) != about or (ABOUT not in study.user_attrs and study.get_trials()):
-            raise StudyError(f"study '{study.study_name}': it is of another job; choose another study.name or storage")
+            raise StudyError(f"study '{study.study_name}' belongs to another job; choose another study.name or storage")
         study.set_user_attr(ABOUT, about)
         return study
 
@@ -219,7 +219,7 @@ class HybridTuningRun:
             }
             for name, deviation in deviations.items():
                 if isinstance(deviation, str) or not deviation <= EXACT:
-                    why = deviation if isinstance(deviation, str) else f"its gradients are off by {deviation:.1e}"
+                    why = deviation if isinstance(deviation, str) else f"its gradients deviate by {deviation:.1e}"
                     measurements[name].end("failed", why)
             rule = StoppingRule(self._settings.trial, best)
             measure_in_turns(session, list(measurements.values()), rule, self._settings.trial.warm_up)
@@ -228,7 +228,7 @@ class HybridTuningRun:
                 self._tell(study, entry, measurements[entry.name], deviations.get(entry.name))
         if not any(trial.seconds is not None for trial in self._trials(study)):
             reasons = {trial.why for trial in self._trials(study) if trial.why}
-            raise TuningError(f"nothing ran: {'; '.join(sorted(reasons))}")
+            raise TuningError(f"every plan and DDP setting failed: {'; '.join(sorted(reasons))}")
 
     def _deviations(
         self, session: MeasurementSession, reference: _Entry, batch: Sequence[_Entry]
@@ -288,7 +288,7 @@ class HybridTuningRun:
             study.tell(trial, state=TrialState.FAIL)
 
     def _compare(self, session: MeasurementSession, trials: Sequence[HybridTrial]) -> dict[str, Any]:
-        """The last comparison, in which the best of each kind take turns, as plain data."""
+        """The final comparison, in which the best of each kind take turns, as plain data."""
         fastest = sorted((one for one in trials if one.seconds is not None), key=lambda one: one.seconds or 0.0)
         plans: dict[str, AnyPlan] = {}
         for origin, most in (("builder", RIVALS), ("megatron", 1), ("search", self._settings.finalists)):
@@ -299,6 +299,6 @@ class HybridTuningRun:
                     plans[trial.name] = plan
         rivals = [one.name for one in fastest if one.origin == "ddp"][:RIVALS]
         if not plans or not rivals:
-            raise TuningError("no plan, or no setting of DDP, came to a time")
-        _log.info("%d plans and %s in twice %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
+            raise TuningError(f"no {'DDP setting' if plans else 'plan'} was measured")
+        _log.info("comparing %d plans with %s in 2 x %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
         return compare(self._job, session, plans, rivals, self._directory)

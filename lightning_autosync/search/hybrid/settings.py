@@ -30,5 +30,5 @@ class ParallelSettings(Record):
         if self.kind == "data":
             for name in ("memory", "rates"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"{name}: is for parallel=hybrid")
+                    raise ValueError(f"{name}: allowed with parallel=hybrid only")
         return self

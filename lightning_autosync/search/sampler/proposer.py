@@ -84,7 +84,7 @@ class SamplerSizes:
             if value is None and name == "refine":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: must be a whole number from 1 on, got {value!r}")
+                raise ValueError(f"{name}: must be an integer of 1 or more, got {value!r}")
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class TransferredData:
         points = [point for study in studies for point in best_points(study, space)]
         if studies or samples:
             measured = len(of_studies) + len(samples)
-            _log.info("from elsewhere: %d measured plans, %d of the best points carried over", measured, len(points))
+            _log.info("transferred %d measured plans and %d best points of other studies", measured, len(points))
         return cls([*samples, *of_studies], points)
 
 
@@ -229,7 +229,9 @@ class Proposer:
         if not (first and elsewhere) and len(measured) - (self._trained or 0) < self._sizes.refit:
             return
         own = self._samples(observations)
-        _log.info("training the simulator on %d measured plans, %d from elsewhere", len(own) + elsewhere, elsewhere)
+        _log.info(
+            "training the simulator on %d measured plans, %d of them transferred", len(own) + elsewhere, elsewhere
+        )
         again = [one for one in self._population.candidates.values() if self._cost.is_simulated(one)]
         self._cross_fit.fit(own)
         self._cost.use_trained(self._cross_fit, [candidate for candidate, _ in measured.values()])

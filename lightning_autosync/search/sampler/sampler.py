@@ -129,12 +129,12 @@ class AutoSyncSampler(BaseSampler):
         if not search_space:
             return {}
         if study.direction != StudyDirection.MINIMIZE:
-            raise ValueError("AutoSyncSampler: a study of plans minimizes the seconds of a step")
+            raise ValueError("AutoSyncSampler: the study's direction must be 'minimize'")
         space = self._proposer.space
         if missing := sorted(space.parameters.keys() - search_space.keys()):
             raise ValueError(
-                f"AutoSyncSampler: it proposes whole plans, and is not asked for {', '.join(missing)}; to fix these, "
-                "give them to each trial by study.enqueue_trial, in place of a PartialFixedSampler"
+                f"AutoSyncSampler: it proposes whole plans, but does not get {', '.join(missing)}; to fix parameters, "
+                "call study.enqueue_trial for each trial instead of using a PartialFixedSampler"
             )
         with self._lock:
             if self._proposer.is_slow and not self._proposer.is_prepared(trial.number):

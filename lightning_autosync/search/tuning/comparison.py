@@ -1,4 +1,4 @@
-"""The last comparison of a run: the best plans, the best builder and the best of DDP take turns, as in a bench.
+"""The final comparison of a run: the best plans, the best builder and the best of DDP take turns, as in a bench.
 
 The fastest of several plans is partly the luckiest one in the rounds that chose it (selection bias). So the first half
 of the rounds chooses the winner, and the builder and the setting of DDP with which it is compared. Only the second half
@@ -193,11 +193,11 @@ def compare(
             failures.note(error, left)
         else:
             return judged(played, left, rivals, failures.left_out)
-    raise TuningError(f"the last comparison failed with every plan; the last: {failures.last}")
+    raise TuningError(f"the final comparison failed with every plan; last error: {failures.last}")
 
 
 class _Failures:
-    """Failures of workers in a last comparison: one is allowed for each plan, and one outside the plans' turns.
+    """Failures of workers in a final comparison: one is allowed for each plan, and one outside the plans' turns.
 
     Attributes:
         left_out: by name, why plans are left out.
@@ -223,12 +223,12 @@ class _Failures:
         if name is not None and (name in self._seen or isinstance(failure, InputError)):
             self.left_out[name] = reason(failure)
             del plans[name]
-            _log.warning("the last comparison failed: %s; once more without %s", self.last, name)
+            _log.warning("the final comparison failed: %s; retrying without %s", self.last, name)
         elif name in self._seen:
-            raise TuningError(f"the last comparison failed twice: {self.last}")
+            raise TuningError(f"the final comparison failed twice: {self.last}")
         else:
             self._seen.add(name)
-            _log.warning("the last comparison failed: %s; once more", self.last)
+            _log.warning("the final comparison failed: %s; retrying", self.last)
 
 
 def judged(
@@ -262,7 +262,7 @@ def judged(
         "opponents": {"ddp": choice.ddp, "builder": choice.builder},
         "left_out": dict(left_out or {}),
     }
-    comparison = FinalComparison.read(data, "the last comparison")
+    comparison = FinalComparison.read(data, "the final comparison")
     opponents = {"ddp": choice.ddp} | ({} if choice.builder is None else {"builder": choice.builder})
     chosen = {name: measurement.times for name, measurement in choice.result.measurements.items()}
     return data | {
@@ -285,7 +285,7 @@ class _Choice:
         sound = [name for name in plans if classes[name] != "exact" or measured[name].deviation <= EXACT]
         self._sound = sound or [name for name, plan in plans.items() if isinstance(plan, SyncPlan)]
         if not self._sound:
-            raise TuningError("the last comparison: the gradients of every plan differ from DDP's")
+            raise TuningError("the final comparison: every plan's gradients differ from DDP's")
 
     @cached_property
     def builder(self) -> str | None:

@@ -86,8 +86,8 @@ class TuningJob:
         for name, value in own.items():
             if name in kept and kept[name] != value:
                 raise StudyError(
-                    f"{name}: study '{study.study_name}' was measured with {shown(kept[name])}, not {value!r}; give "
-                    "that or another study.name or hydra.run.dir"
+                    f"{name}: study '{study.study_name}' was measured with {shown(kept[name])}, not {value!r}; use "
+                    "the former, or choose another study.name or hydra.run.dir"
                 )
         study.set_user_attr(JOB, json.dumps(own))
 

@@ -139,7 +139,7 @@ class Opponents:
         found = [one for one in self._measured if one.kind == kind and one.name in orders]
         if not any(one.state == "complete" for one in found):
             reasons = "; ".join(f"{one.name}: {one.why}" for one in found if one.why)
-            raise DocumentError(f"{_PLURAL[kind]}: none of them ran; {reasons}")
+            raise DocumentError(f"{_PLURAL[kind]}: all failed; {reasons}")
 
     def _known(self, kind: Kind, orders: Mapping[str, Any]) -> set[str]:
         """Names of opponents that need not be measured again: complete ones, and pruned ones if any is complete."""

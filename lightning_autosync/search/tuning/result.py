@@ -57,7 +57,7 @@ class Best(Record):
     Attributes:
         number: number of its trial; None for a builder's plan that was no trial.
         origin: origin of its point.
-        seconds: seconds of a step, from the last comparison if there was one.
+        seconds: seconds of a step, from the final comparison if there was one.
         builder: name of its builder; None for a plan of the search.
         plan: document of the plan.
     """
@@ -88,7 +88,7 @@ class Timing(Record):
         sampler_seconds: total seconds of the sampler.
         sampler_seconds_by_proposal: for each proposal, seconds of the sampler from asking for the plan to telling its
             result.
-        wall_seconds: seconds of the session, with opponents, last comparison and start of workers.
+        wall_seconds: seconds of the session, with opponents, final comparison and start of workers.
         restarts: number of times that workers were started again.
     """
 
@@ -126,7 +126,7 @@ class TuningResult(Result):
         best: best plan; None if no plan has a time.
         opponents: DDP and builders, measured before or during the search.
         trials: all trials, in order.
-        final: last comparison, as plain data for `FinalComparison`; None if there was none.
+        final: final comparison, as plain data for `FinalComparison`; None if there was none.
         emulated: whether ``links`` were emulated and ``compute`` was paced.
         drift: measurements of the reference plan.
         timing: timing of the search.
@@ -161,12 +161,12 @@ class TuningResult(Result):
             ValueError: no plan has a time.
         """
         if self.best is None:
-            raise ValueError("no plan was measured to its end")
+            raise ValueError("no trial completed")
         return self.best.seconds
 
     @cached_property
     def comparison(self) -> FinalComparison | None:
-        """The last comparison; None if there was none.
+        """The final comparison; None if there was none.
 
         Raises:
             DocumentError: a field of it is missing or wrong.
@@ -176,12 +176,12 @@ class TuningResult(Result):
     def lines(self) -> Iterator[str]:
         """The result for a terminal."""
         if self.best is None:
-            yield "no plan was measured to its end"
+            yield "no trial completed"
         else:
             where = f"builder {self.best.builder}" if self.best.builder else f"trial {self.best.number}"
             yield f"best plan: {where} ({self.best.origin}), {1e3 * self.best.seconds:.2f} ms a step"
             if self.comparison is None:
-                yield "it was not compared with its opponents side by side: run the same command to go on"
+                yield "it was not compared with its opponents side by side; run the same command to resume"
             else:
                 yield from _claims(self.comparison)
         states = [record.state for record in self.trials if not record.interrupted]
@@ -193,9 +193,9 @@ class TuningResult(Result):
         yield f"{len(states)} trials: {counts}{speed}"
         drift = Drift(self.drift.reference_by_trial, self.drift.share)
         if drift.seen:
-            yield f"the machine drifted by {drift.spread:.0%}: trials are ranked relative to the reference plan"
+            yield f"the machine's speed drifted by {drift.spread:.0%}: trials are ranked relative to the reference plan"
         if self.timing.restarts:
-            yield f"workers were started again {self.timing.restarts} times"
+            yield f"workers were restarted {self.timing.restarts} times"
 
 
 def _claims(final: FinalComparison) -> Iterator[str]:
@@ -205,11 +205,11 @@ def _claims(final: FinalComparison) -> Iterator[str]:
             continue
         speedup = final.speedup(name)
         share = f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
-        few = "" if final.has_enough_rounds else ", in too few rounds to tell"
+        few = "" if final.has_enough_rounds else ", too few rounds to be sure"
         claim = "" if final.gains(name) else ", not a gain"
         yield f"speedup over the {what}, {name}: {share}{few or claim}"
     if final.winner == final.builder:
-        yield "no plan that was searched beats this builder's in the rounds that choose"
+        yield "no searched plan was faster than this builder's in the rounds that choose the winner"
     for name, why in final.left_out.items():
         yield f"{name} failed in this comparison and was left out: {why}"
 
@@ -222,7 +222,7 @@ def read_result(directory: Path) -> TuningResult:
     """
     path = directory / RESULT
     if not directory.is_dir():
-        raise DocumentError(f"{directory}: not a directory; expected one in which 'autosync tune' left {RESULT}")
+        raise DocumentError(f"{directory}: not a directory; expected the run directory of 'autosync tune'")
     if not path.is_file():
         raise DocumentError(f"{directory}: no {RESULT} in it; expected the run directory of a finished 'autosync tune'")
     data = read_data(path)

@@ -44,7 +44,7 @@ from lightning_autosync.search.tuning.tuner import Tuner
 
 JOURNAL = "study.journal"
 MAX_RIVALS = 3
-"""Maximum number of DDP settings in the last comparison, whose choosing rounds select the opponent among them."""
+"""Maximum number of DDP settings in the final comparison, whose choosing rounds select the opponent among them."""
 _log = logging.getLogger(__name__)
 
 
@@ -98,7 +98,7 @@ class TuningRun:
 
         A Ctrl-C, or an error after some trials have a time, ends the search early, as the result states. If the study's
         storage stops answering, the result has the trials that were read from it last. If the budget is spent already,
-        only the last comparison is made.
+        only the final comparison is made.
 
         Raises:
             StudyError: the study is of another space, or cannot be opened.
@@ -171,7 +171,7 @@ class TuningRun:
         trials = Trials(study, space, settings.search.sampler, identity(self._directory), alone)
         study.sampler = make_sampler(self._seeded(trials), space, self._prior)
         if count := trials.end_interrupted():
-            _log.info("%d trials of an interrupted session have failed; their plans may be tried again", count)
+            _log.info("%d trials were interrupted and count as failed; their plans may be tried again", count)
         studies.enqueue(study, first, BASELINE)  # again those baselines whose trials were interrupted
         return trials
 
@@ -205,7 +205,7 @@ class TuningRun:
         return None
 
     def _compare(self, session: MeasurementSession, trials: Trials, opponents: Opponents) -> dict[str, Any]:
-        """The last comparison of the best builder's plan and the fastest others, as plain data."""
+        """The final comparison of the best builder's plan and the fastest others, as plain data."""
         records = trials.records()
         builder = self._best_builder(trials, opponents)
         plans = {} if builder is None else {builder.name: build(builder.name, self._job.workload, self._job.cluster)}
@@ -214,10 +214,10 @@ class TuningRun:
         for record in fastest[: self._settings.finalists]:
             plans[record.builder or f"trial_{record.number}"] = trials.plan_of(record.number)
         if not plans:
-            last = (records[-1].error or "no reason") if records else "there was none"
-            raise TuningError(f"none of {len(records)} trials was measured to its end; the last: {last}")
+            last = (records[-1].error or "unknown") if records else "none"
+            raise TuningError(f"none of {len(records)} trials completed; last error: {last}")
         rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:MAX_RIVALS]]
-        _log.info("%d plans and %s in twice %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
+        _log.info("comparing %d plans with %s in 2 x %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
         self._finalists = plans
         return compare(self._job, session, plans, rivals, self._directory)
 
@@ -247,12 +247,12 @@ class TuningRun:
         )
 
     def _best(self, trials: Trials, final: dict[str, Any] | None) -> Best | None:
-        """The winner of the last comparison, else the fastest trial."""
+        """The winner of the final comparison, else the fastest trial."""
         records = trials.records()
         if final is None:
             fastest = ranked(records, trials.own)
             return _best_of(*fastest[0], trials.plan_of(fastest[0][0].number)) if fastest else None
-        comparison = FinalComparison.read(final, "the last comparison")
+        comparison = FinalComparison.read(final, "the final comparison")
         plan = self._finalists[comparison.winner]
         for record, _ in ranked(records, trials.own, states=("complete", "pruned")):
             if record.plan == plan.fingerprint:

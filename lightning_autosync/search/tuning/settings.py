@@ -54,7 +54,7 @@ class SearchSettings(Configuration):
     @model_validator(mode="after")
     def _check(self) -> SearchSettings:
         if self.options and self.sampler != "autosync":
-            raise ValueError(f"options: are of the sampler 'autosync'; '{self.sampler}' takes none")
+            raise ValueError(f"options: allowed with sampler 'autosync' only, not '{self.sampler}'")
         try:
             SamplerSizes.check(self.options)
         except ValueError as error:
@@ -80,12 +80,12 @@ class StudySettings(Record):
 
 
 class TuningSettings(bench.BenchSettings):
-    """One tuning run. The settings of a bench (warm-up, rounds, steps, contenders) are for its last comparison.
+    """One tuning run. The settings of a bench (warm-up, rounds, steps, contenders) are for its final comparison.
 
     Attributes:
-        rounds: number of rounds of the last comparison that judge the winner. The same number before them chooses it.
+        rounds: number of rounds of the final comparison that judge the winner. The same number before them chooses it.
         semantics: highest level of semantics that plans may have.
-        finalists: number of the study's plans in the last comparison, beside the best builder and the best DDP.
+        finalists: number of the study's plans in the final comparison, beside the best builder and the best DDP.
         search: how plans are proposed.
         trial: how long each plan is measured.
         study: address of the study.
@@ -127,7 +127,7 @@ class TuningSettings(bench.BenchSettings):
         if name != "autosync":
             for field, unused in (("simulator", self.simulator.kind != "replay"), ("transfer", self.transfer != _NONE)):
                 if unused:
-                    raise ValueError(f"{field}: only the sampler 'autosync' uses it, not '{name}'")
+                    raise ValueError(f"{field}: allowed with sampler 'autosync' only, not '{name}'")
         return self
 
     @model_validator(mode="after")
@@ -135,7 +135,7 @@ class TuningSettings(bench.BenchSettings):
         """Names of contenders must differ from names of finalists, which are those of builders or trials."""
         for name in self.contenders:
             if name in (*builders.names(), "megatron") or re.fullmatch(r"trial_\d+|split_[0-9a-f]{6}", name):
-                raise ValueError(f"contenders: '{name}' is a name that finalists may have; choose another name")
+                raise ValueError(f"contenders: '{name}' is reserved for finalists; choose another name")
         return self
 
     @model_validator(mode="before")

@@ -205,7 +205,7 @@ class Tuner:
         limit = self._job.settings.search.max_failures
         last = of_run(records, self._trials.own)[-limit:]
         if len(last) == limit and all(record.state == "failed" for record in last):
-            raise TuningError(f"the last {limit} trials failed, the latest one so: {last[-1].error}")
+            raise TuningError(f"the last {limit} trials failed; latest error: {last[-1].error}")
 
 
 class TuningProgress:
@@ -249,7 +249,7 @@ class TuningProgress:
             failed: number of failed trials.
             ddp: seconds of the best DDP.
         """
-        text = "no plan has a time yet"
+        text = "no plan measured yet"
         if best is not None:
             number, seconds = best
             text = f"best {1e3 * seconds:.1f} ms (trial {number}, {ddp / seconds:.2f}x of DDP's speed)"

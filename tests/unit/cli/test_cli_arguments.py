@@ -110,9 +110,9 @@ def test_one_directory_is_left_to_hydra() -> None:
 
 def test_directories_that_cannot_be_searched_are_refused(tmp_path: Path) -> None:
     several = ["--config-dir", str(tmp_path), "-cd", str(tmp_path)]
-    with pytest.raises(DocumentError, match=r"^--config-dir: there is no directory nowhere$"):
+    with pytest.raises(DocumentError, match=r"^--config-dir: directory nowhere does not exist$"):
         prepared([*several, "--config-dir=nowhere"], tmp_path)
-    with pytest.raises(DocumentError, match=r"^--config-dir: given several times and with hydra\.searchpath; put"):
+    with pytest.raises(DocumentError, match=r"^--config-dir: given several times and with hydra\.searchpath; add"):
         prepared([*several, "hydra.searchpath=[file:///nowhere]"], tmp_path)
 
 

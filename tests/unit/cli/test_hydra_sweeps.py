@@ -169,11 +169,11 @@ def test_values_of_two_kinds_are_not_put_into_one_study(tmp_path: Path) -> None:
     assert sweep(tmp_path, "+x=1,2", *AIM).returncode == 0
     without = sweep(tmp_path, "+x=1,2")
     assert without.returncode == 1
-    assert without.stderr.startswith("study 'sweep': its trials were run with hydra.sweeper.direction, this is")
+    assert without.stderr.startswith("study 'sweep': its trials ran with hydra.sweeper.direction, but this")
     other = tmp_path / "other"
     other.mkdir()
     assert sweep(other, "+x=1,2").returncode == 0
-    assert "its trials were run without hydra.sweeper.direction" in sweep(other, "+x=1,2", *AIM).stderr
+    assert "its trials ran without hydra.sweeper.direction" in sweep(other, "+x=1,2", *AIM).stderr
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def test_a_sweep_over_something_else_is_refused(tmp_path: Path) -> None:
     assert sweep(tmp_path, "+x=1,2").returncode == 0
     other = sweep(tmp_path, "+x=1,3")
     assert other.returncode == 1
-    assert other.stderr.startswith("study 'sweep': it is over something else (parameters: ")
+    assert other.stderr.startswith("study 'sweep': it has another search space (parameters: ")
     assert "Traceback" not in other.stderr
 
 
@@ -272,5 +272,5 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, line: tuple[str, .
 def test_no_rank_runs_a_sweep(tmp_path: Path) -> None:
     finished = sweep(tmp_path, "+x=1,2", variables={"LOCAL_RANK": "1"})
     assert finished.returncode == 1
-    assert finished.stderr.startswith("a sweep within a rank: LOCAL_RANK is set")
+    assert finished.stderr.startswith("cannot sweep within a rank: LOCAL_RANK is set")
     assert not jobs(finished)

@@ -67,12 +67,12 @@ MALFORMED: list[tuple[Any, str]] = [
         {**PAIR, "switches": ["s"], "links": [link("a", "s"), link("b", "s", bandwidth=None)]},
         "links[1].bandwidth: missing although other links have one",
     ),
-    ({**PAIR, "links": []}, "links: no way from 'a' to 'b'"),
-    ({**PAIR, "switches": ["s"]}, "links: no way from 'a' to 's'"),
+    ({**PAIR, "links": []}, "links: no path from 'a' to 'b'"),
+    ({**PAIR, "switches": ["s"]}, "links: no path from 'a' to 's'"),
     ({**PAIR, "local_bandwidth": "fast"}, "local_bandwidth: expected a number or a rate"),
     ({**PAIR, "rank_order": ["a"]}, "rank_order: 'b' occurs 0 times, expected 1"),
     ({**PAIR, "rank_order": ["a", "b", "b"]}, "rank_order: 'b' occurs 2 times, expected 1"),
-    ({**PAIR, "rank_order": ["a", "x"]}, "rank_order[1]: 'x' is not a node; there are a, b"),
+    ({**PAIR, "rank_order": ["a", "x"]}, "rank_order[1]: 'x' is not a node; allowed: a, b"),
     ({**PAIR, "uniform": {"nodes": 2}}, "uniform and nodes and links: give one short form, or nodes"),
     ({**HEAD, "uniform": {"nodes": 2}, "star": {"bandwidths": [1]}}, "uniform and star: give one short form"),
     ({**HEAD, "uniform": 4}, "uniform: expected a mapping of fields, got int"),
@@ -155,7 +155,7 @@ def test_every_cluster_asked_for_is_shipped() -> None:
 
 
 def test_an_unknown_name_lists_those_there_are() -> None:
-    with pytest.raises(ClusterError, match=r"no shipped cluster is named 'nowhere'; there are autosync_a, .*two_"):
+    with pytest.raises(ClusterError, match=r"no shipped cluster is named 'nowhere'; allowed: autosync_a, .*two_"):
         resolve_cluster("nowhere")
     with pytest.raises(ClusterError, match="expected a ClusterSpec, a path or a name, got NoneType"):
         resolve_cluster(None)  # type: ignore[arg-type]

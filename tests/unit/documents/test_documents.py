@@ -99,7 +99,7 @@ LINES = {
     "nodes:\n- devices: 1\n": "nodes[0].name: missing (line 4)",
     "switches: [s,\n  t,\n  s s]\nnodes: [{name: a}]\n": "switches[2]: String should match pattern",
     "\n# of mine\nuniform:\n  rate: 1\n  nodes: 2\n": "uniform.rate: unknown field (line 6)",
-    "nodes: [{name: a}]\nlinks: []\nrank_order: [b]\n": "rank_order[0]: 'b' is not a node; there are a (line 5)",
+    "nodes: [{name: a}]\nlinks: []\nrank_order: [b]\n": "rank_order[0]: 'b' is not a node; allowed: a (line 5)",
     "switches: []\n": "nodes: missing",
 }
 

@@ -166,7 +166,7 @@ def test_unknown_rates_give_no_pace() -> None:
         update={"links": tuple(link.model_copy(update=dict.fromkeys(RATES)) for link in known.links)}
     )
     made = schedule("byteps", known)
-    with pytest.raises(ClusterError, match="measure it or state it"):
+    with pytest.raises(ClusterError, match="measure them with"):
         pacing_rates(made, LinkGraph(cluster), 0)
 
 

@@ -115,9 +115,9 @@ def test_wrong_settings_are_told(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clusters": ["four_equal", "four_equal"]}, "clusters: 'four_equal' is there 2 times"),
-        ({"families": ["ncf", {"family": "ncf", "factors": 8}]}, "families: 'ncf-0' is there 2 times"),
-        ({"families": [{"layers": 3}]}, "family: missing; it is one of vgg16"),
+        ({"clusters": ["four_equal", "four_equal"]}, "clusters: 'four_equal' occurs 2 times"),
+        ({"families": ["ncf", {"family": "ncf", "factors": 8}]}, "families: 'ncf-0' occurs 2 times"),
+        ({"families": [{"layers": 3}]}, "family: missing; allowed: vgg16"),
         ({"families": ["nothing"]}, "no model 'nothing' in the catalogue"),
     ],
 )

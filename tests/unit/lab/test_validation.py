@@ -92,9 +92,9 @@ def test_the_least_tau_of_a_workload_on_a_cluster_is_told() -> None:
         f"{CLUSTER.name}, three": None,
     }
     both, apart = order_lines(pairs)
-    assert both == f"Kendall tau, by cluster and workload: least 0.33 ({CLUSTER.name}, two), 1 of 2 below 0.8"
-    assert apart.endswith(f"least 0.33 ({CLUSTER.name}, two), 1 of 2 below 0.8")
-    assert order_lines(by([priced(1.0, 1.0)], lambda one: one.case.pair))[0].endswith("plans enough")
+    assert both == f"Kendall tau, by cluster and workload: lowest 0.33 ({CLUSTER.name}, two), 1 of 2 below 0.8"
+    assert apart.endswith(f"lowest 0.33 ({CLUSTER.name}, two), 1 of 2 below 0.8")
+    assert order_lines(by([priced(1.0, 1.0)], lambda one: one.case.pair))[0].endswith("same workload and cluster")
 
 
 def test_measurements_are_read_up_to_an_interruption(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_measurements_are_read_up_to_an_interruption(tmp_path: Path) -> None:
     assert found["a"].seconds == 2.0
     # The steps of the slowest rank: 1, 2 and 3 s, a deviation of 1 s from their median.
     assert found["a"].noise == pytest.approx(1.4826 * 1.2533 / 3**0.5 / 2)
-    with pytest.raises(DocumentError, match="made with scheduling=batch warm_up=2, now"):
+    with pytest.raises(DocumentError, match="made with scheduling=batch warm_up=2, but"):
         measure_cases([], ValidationSettings.parse({"scheduling": "none"}), path)
     path.write_text("not a measurement\n")
     with pytest.raises(DocumentError, match=r"measurements.jsonl:1: not a measurement"):

@@ -242,15 +242,15 @@ def line(table: object, row: object) -> str:
     ("spoilt", "message"),
     [
         ("[]", "not a mapping of table and row"),
-        ("{}", "table: None is none of samples, documents"),
-        (line("others", {}), "table: 'others' is none of samples, documents"),
-        (line([], {}), r"table: \[\] is none of"),
+        ("{}", "table: None is not known; allowed: samples, documents"),
+        (line("others", {}), "table: 'others' is not known; allowed: samples, documents"),
+        (line([], {}), r"table: \[\] is not known; allowed"),
         (line("samples", []), "row: not a mapping of columns"),
         (line("samples", {}), r"row\.workload: missing"),
         (line("samples", {**entry().row(), "disturbed": None}), r"row\.disturbed: missing"),
         (line("samples", {**entry().row(), "seed": "three"}), r"row\.seed: Could not convert 'three'"),
         (line("samples", {**entry().row(), "seed": 2**70}), r"row\.seed: "),
-        (line("samples", {**entry().row(), "steps": []}), "steps: none; a sample has at least one"),
+        (line("samples", {**entry().row(), "steps": []}), "steps: empty; a sample needs at least one"),
         (line("samples", {**entry().row(), "steps": [0.1, None]}), r"steps\[1\]: None is not a time"),
         (line("documents", {"kind": "cluster", "fingerprint": "0123"}), r"row\.document: missing"),
         (line("documents", {"kind": [], "fingerprint": "0123", "document": ""}), r"row\.kind: "),
@@ -347,11 +347,11 @@ def rewrite(folder: Path, content: bytes | None = None, rows: int = 3) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, r"samples-00000.parquet: truncated: \d+ of \d+ bytes are there; restore it .* its 3 samples"),
+        (truncate, r"samples-00000.parquet: truncated: it has \d+ of \d+ bytes; restore it .* its 3 samples"),
         (alter, r"samples-00000.parquet: altered: its SHA-256 is not the one in manifest.json; restore it"),
         (lose, r"samples-00000.parquet: cannot be read \(No such file or directory\); restore it"),
-        (miscount, r"samples-00000.parquet: it has 3 rows, 7 by manifest.json; restore that from a copy"),
-        (forge, r"samples-00000.parquet: not a table of samples of this version: "),
+        (miscount, r"samples-00000.parquet: it has 3 rows, but manifest.json says 7; restore manifest.json"),
+        (forge, r"samples-00000.parquet: not a table of samples, or of another version: "),
     ],
 )
 def test_damage_is_one_clear_error(tmp_path: Path, damage: object, message: str) -> None:
@@ -367,9 +367,9 @@ def test_damage_is_one_clear_error(tmp_path: Path, damage: object, message: str)
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("steps", None, "steps: none; a sample has at least one"),
-        ("steps", [], "steps: none; a sample has at least one"),
-        ("steps", [0.1, None], r"steps\[1\]: (None|nan) is not a time; it must be finite and above 0 seconds"),
+        ("steps", None, "steps: empty; a sample needs at least one"),
+        ("steps", [], "steps: empty; a sample needs at least one"),
+        ("steps", [0.1, None], r"steps\[1\]: (None|nan) is not a time; allowed: .* seconds"),
         ("steps", [0.0], r"steps\[0\]: 0.0 is not a time"),
         ("steps", [0.1, 0.1, math.nan], r"steps\[2\]: nan is not a time"),
         ("plan", None, "plan: not valid JSON"),
@@ -424,12 +424,12 @@ def test_lost_documents_are_told(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest["parts"] = [part for part in manifest["parts"] if part["table"] == "samples"]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DocumentError, match=r"workload [0-9a-f]{12} is named by samples but in no part"):
+    with pytest.raises(DocumentError, match=r"samples need workload [0-9a-f]{12}, but no part contains it"):
         Dataset.load(tmp_path)
 
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DocumentError, match=r"no dataset: it has no manifest.json; `autosync collect dataset=DIR`"):
+    with pytest.raises(DocumentError, match=r"not a dataset: it has no manifest.json; `autosync collect dataset=DIR`"):
         Dataset.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": "autosync-dataset/2", "parts": []}')
     with pytest.raises(DocumentError, match="was written by a newer release; this one reads 'autosync-dataset/1'"):
@@ -463,7 +463,7 @@ def test_a_lost_manifest_is_not_made_anew(tmp_path: Path, journaled: bool, lost:
     (tmp_path / f"{lost}-00000.parquet").unlink(missing_ok=True)
     there = parts_of(tmp_path)
     count = 2 if lost == "neither" else 1
-    message = rf"manifest.json: missing, but files of its parts exist \({count}, .*; restore it from a copy, or"
+    message = rf"manifest.json: missing, but {count} of its parts exist, .*; restore it from a copy, or"
     for reader in (Dataset.load, Writer):
         with pytest.raises(DocumentError, match=message) as told:
             reader(tmp_path)

@@ -303,7 +303,7 @@ def test_weights_that_are_not_those_of_the_header_are_refused(
         ("network", {"hidden": -1}, r"settings\.network\.hidden: .*greater than 0 \(got -1\)"),
         ("network", {"dropout": 2}, r"settings\.network\.dropout: .*less than 1 \(got 2\)"),
         ("network", {"widht": 2}, r"settings\.network\.widht: unknown field; 'hetero' takes hidden, layers, dropout"),
-        ("features", {"shard": 7}, r"settings\.features: 'hetero' has some of variable, .*, overall; got shard"),
+        ("features", {"shard": 7}, r"settings\.features: 'hetero' needs variable, .*, overall; got shard"),
         ("features", {}, r"settings\.features: .*got none"),
     ],
 )
@@ -332,7 +332,7 @@ def test_wrong_files_give_clear_errors(fitted: LearnedEstimator, tmp_path: Path)
     with pytest.raises(SimulatorError, match="not the weights of this simulator"):
         load_simulator(tmp_path)
     _write(tmp_path, {name: value for name, value in header.items() if name != "weights"})
-    with pytest.raises(SimulatorError, match=r"simulator\.json: weights: missing; 'hetero' has some"):
+    with pytest.raises(SimulatorError, match=r"simulator\.json: weights: missing; simulator 'hetero' needs"):
         load_simulator(tmp_path)
     _write(tmp_path, header)
     weights = _weights(tmp_path)

@@ -153,7 +153,7 @@ def test_rerooting_keeps_the_edges() -> None:
         (
             "all_reduce",
             {"compressor": "fp16", "topology": "shared_memory"},
-            "topology: 'shared_memory' sends nothing",
+            "topology: 'shared_memory' does not support compression",
         ),
         ("all_reduce", {"speed": 1}, "builder 'all_reduce' has no argument 'speed'; it takes topology, bucket_bytes,"),
         ("all_reduce", {"cluster": 1}, "builder 'all_reduce' has no argument 'cluster'"),
@@ -182,7 +182,7 @@ def test_given_arguments_are_those_of_the_function() -> None:
     whole = builders.build("all_reduce", *asked, bucket_bytes=1.5e2, first_bucket_bytes=numpy.int64(80))
     assert whole == builders.all_reduce(*asked, bucket_bytes=150, first_bucket_bytes=80)
     assert builders.build("ps_load_balancing", *asked, servers=numpy.array([1])).groups[0].placement == (1,)
-    with pytest.raises(PlanError, match="a message of 0 bytes: a size must be 1 or more"):
+    with pytest.raises(PlanError, match="message size: 0 bytes; must be 1 or more"):
         builders.all_reduce(*asked, bucket_bytes=0)
 
 
@@ -205,10 +205,10 @@ def _needy(workload: Workload, cluster: ClusterSpec, *, topology: str = "native"
 @pytest.mark.parametrize(
     ("builder", "message"),
     [
-        (_without_topology, "builder '_without_topology' of .*: it takes no keyword 'topology'"),
-        (_without_cluster, "it takes 1 positional arguments, needed are workload, cluster"),
+        (_without_topology, "builder '_without_topology' of .*: it must take the keyword argument 'topology'"),
+        (_without_cluster, "it takes 1 positional arguments, but must take 2: workload, cluster"),
         (_untyped, "argument 'speed' has no type"),
-        (_needy, "its keyword 'speed' has no default"),
+        (_needy, "its keyword argument 'speed' needs a default"),
         (builders.ps, "builder 'ps' of .*parameter_server already has this name"),
     ],
 )

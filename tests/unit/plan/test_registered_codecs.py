@@ -127,7 +127,7 @@ def test_options_are_checked_by_the_codec(foreign: None, options: dict[str, int]
 def test_options_have_defaults_and_are_left_out_where_there_are_none(foreign: None) -> None:
     assert Compressor(kind="coarse").model_dump()["options"] == {"levels": 3}
     assert "options" not in Compressor(kind="int8").model_dump()
-    with pytest.raises(ValueError, match="options: 'int8' takes none"):
+    with pytest.raises(ValueError, match="options: compressor 'int8' takes no options"):
         Compressor(kind="int8", options={"levels": 3})
 
 
@@ -142,7 +142,7 @@ def test_a_codec_that_nothing_executes_is_an_error_where_it_runs(
 
 def test_an_unknown_codec_is_named() -> None:
     group = {"name": "all", "variables": ["a"], "compressor": "zip"}
-    with pytest.raises(PlanError, match=r"groups\[0\]\.compressor\.kind: 'zip' is not known; registered are none"):
+    with pytest.raises(PlanError, match=r"groups\[0\]\.compressor\.kind: 'zip' is not known; allowed: none"):
         SyncPlan.from_dict({"format": SyncPlan.FORMAT, "world_size": 2, "groups": [group]})
 
 
@@ -180,8 +180,8 @@ class _Short(BaseCodec):
 @pytest.mark.parametrize(
     ("name", "codec", "message"),
     [
-        ("new", _NoDecode, "codec 'new': .*_NoDecode: decode: it takes 0 positional arguments, needed are"),
-        ("new", _Short, "_Short: encode: it takes 2 positional arguments, needed are self, values, wire"),
+        ("new", _NoDecode, "codec 'new': .*_NoDecode: decode: it takes 0 positional arguments, but must take"),
+        ("new", _Short, "_Short: encode: it takes 2 positional arguments, but must take .: self, values, wire"),
         ("int8", _Short, "codec 'int8': .*_Short: .*Int8Codec already has this name"),
     ],
 )

@@ -77,11 +77,11 @@ def test_servers_may_be_processes_of_their_own() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mode": (
         {"consistency": {"mode": "periodic", "period": 2, "outer": "averaging"}},
-        "plan: consistency.mode: 'periodic' has no parameter server; allowed: synchronous, bounded_staleness, asynch",
+        "plan: consistency.mode: 'periodic' does not use parameter servers; allowed: synchronous, bounded_staleness",
     ),
     "compressor": (
         {"group": {"compressor": "fp16"}},
-        "plan: groups[0] 'all': compressor: a server's gradients travel exact; only 'none' is allowed, not 'fp16'",
+        "plan: groups[0] 'all': compressor: servers take uncompressed gradients; only 'none' is allowed, not 'fp16'",
     ),
     "mixed": (
         {"group": {"local_aggregation": True}},

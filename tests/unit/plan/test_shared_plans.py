@@ -68,9 +68,9 @@ def test_shards_of_a_message_are_each_shared_out() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"architecture": "parameter_server"}, "topology: 'shared_memory' is an all_reduce"),
+        ({"architecture": "parameter_server"}, "topology: 'shared_memory' does not support 'parameter_server'"),
         ({"compressor": "bf16"}, "compressor must be 'none'"),
-        ({"local_aggregation": True}, "local_aggregation: not with topology 'shared_memory'"),
+        ({"local_aggregation": True}, "local_aggregation: not allowed with topology 'shared_memory'"),
     ],
 )
 def test_what_shared_memory_cannot_do(fields: dict[str, Any], words: str) -> None:
@@ -81,7 +81,7 @@ def test_what_shared_memory_cannot_do(fields: dict[str, Any], words: str) -> Non
 def test_several_nodes_share_no_memory() -> None:
     model = workload(10)
     cluster = ClusterSpec.uniform(2, devices=2)
-    words = r"groups\[0\] 'shared0': topology: 'shared_memory' needs all ranks on one node, cluster 'uniform' has them"
+    words = r"groups\[0\] 'shared0': topology: 'shared_memory' needs all ranks on one node, but cluster 'uniform' has"
     with pytest.raises(PlanError, match=words):
         compile_plan(builders.shared_memory(model, cluster), model, cluster)
 
@@ -92,5 +92,5 @@ def test_rows_are_not_summed_in_shared_memory(kind: str) -> None:
     (group,) = builders.shared_memory(model, MACHINE).groups
     assert group.topology == "native"
     wrong = builders.all_reduce(model, MACHINE, topology="shared_memory")
-    with pytest.raises(PlanError, match=f"'shared_memory' holds dense gradients, 'v0' has {kind} ones"):
+    with pytest.raises(PlanError, match=f"'shared_memory' takes dense gradients only, but 'v0' has {kind} gradients"):
         compile_plan(wrong, model, MACHINE)

@@ -57,7 +57,7 @@ def test_names_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixt
             "builder 'byteps': topology: .*'mesh' is not known; .*star",
         ),
         ({"workload": "alexnet"}, "no model 'alexnet' in the catalogue"),
-        ({"workload": "w.yaml", "model": {"batch_size": 1}}, "model: 'w.yaml' is a file"),
+        ({"workload": "w.yaml", "model": {"batch_size": 1}}, "model: workload 'w.yaml' is a file"),
         ({"cluster": "moon"}, "no shipped cluster is named 'moon'"),
         ({"links": 3}, "links: unknown field"),
     ],

@@ -211,7 +211,7 @@ def test_a_builder_that_wins_is_told(changed: Changed) -> None:
 
     said = words(changed(lose))
     assert re.search(r"The best plan, of builder \w+, takes", said)
-    assert "In the rounds before, which choose, no plan that was searched beat this builder's." in said
+    assert "In the rounds that choose the winner, no searched plan was faster than this builder's." in said
     assert "best hand-made builder" not in said
 
 
@@ -233,11 +233,11 @@ def test_the_environment_is_told_in_words(changed: Changed) -> None:
 def test_without_a_last_comparison_nothing_is_claimed(changed: Changed) -> None:
     directory = changed(lambda data: data.update(final=None, interrupted=True))
     said = words(directory)
-    assert "cannot be claimed" in said
+    assert "gives no speedup" in said
     assert "times as fast" not in said
     assert "interrupted" in said
     write_report(TuningRun.load(directory), directory / "report.html")
-    assert "There was no last comparison" in Page((directory / "report.html").read_text()).text
+    assert "There was no final comparison" in Page((directory / "report.html").read_text()).text
 
 
 def test_a_run_without_any_time_has_a_report(changed: Changed) -> None:
@@ -249,18 +249,18 @@ def test_a_run_without_any_time_has_a_report(changed: Changed) -> None:
     directory = changed(fail)
     write_report(TuningRun.load(directory), directory / "report.html")
     found = Page((directory / "report.html").read_text())
-    assert "No trial was measured to its end, so there is no plan." in found.text
+    assert "No trial completed, so there is no plan." in found.text
     assert "No hit rate" in found.text
 
 
 def test_importance_says_why_there_is_none(changed: Changed, kept: Path, tmp_path: Path) -> None:
     directory = changed(lambda data: None)
     write_report(TuningRun.load(directory), directory / "report.html")
-    assert "there is no such journal file" in Page((directory / "report.html").read_text()).text
+    assert "this journal file does not exist" in Page((directory / "report.html").read_text()).text
     few = tmp_path / "few"
     write_run(few, budget=14, model="gpt")
     write_report(TuningRun.load(few), few / "report.html")
-    assert re.search(r"\d+ complete trials are too few to tell; it takes 25", (few / "report.html").read_text())
+    assert re.search(r"\d+ complete trials are too few for importances; at least 25", (few / "report.html").read_text())
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,8 @@ def test_the_best_plan_is_printed_and_kept_where_it_can_be(temporary, tmp_path, 
     printed = capsys.readouterr().out
     plan = SyncPlan.from_dict(yaml.safe_load(printed[printed.index("format: autosync-plan") :]))
     if temporary:
-        (place,) = re.findall(r"kept as (\S+)$", str(told.value))
+        (place,) = re.findall(r"saved as (\S+)$", str(told.value))
         assert SyncPlan.load(place) == plan
         assert (Path(place).parent / "result.json").exists()
     else:
-        assert "kept nowhere" in str(told.value)
+        assert "could not be saved" in str(told.value)

@@ -70,7 +70,7 @@ def test_who_waits_for_a_stopped_process_is_told(path, monkeypatch):
     monkeypatch.setattr("lightning_autosync.search.journal.LOCK_TIMEOUT", 0.1)
     stopped = JournalLock(str(path))
     stopped.acquire()
-    with pytest.raises(TimeoutError, match="another process has been writing to it for "):
+    with pytest.raises(TimeoutError, match="another process has locked it for "):
         Journal(str(path)).append_logs([{"op": 1}])
     stopped.release()
     Journal(str(path)).append_logs([{"op": 1}])

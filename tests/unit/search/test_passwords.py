@@ -192,7 +192,7 @@ def test_a_password_in_a_file_of_options_is_refused(tmp_path, address, way):
     line = ("+my=own", "hydra.run.dir=run")
     finished = run(tmp_path, *line, way.format(file.parent.parent), environment={"HOST": "h"})
     assert finished.returncode != 0
-    assert f"{file}: study.storage: an address with a password, which would be" in finished.stderr
+    assert f"{file}: study.storage: the address contains a password" in finished.stderr
     assert len(finished.stderr.splitlines()) == 1
     assert "hunter2" not in finished.stdout + finished.stderr
     assert not (tmp_path / "run").exists()

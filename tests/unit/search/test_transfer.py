@@ -86,13 +86,13 @@ def test_a_study_is_opened_and_checked_by_its_names(journal: Path) -> None:
     assert [study.study_name for study in transfer.studies] == ["deep"]
     assert (transfer.samples, transfer.estimator) == ([], None)
     wrong = parse(studies={"deep": {"storage": str(journal), "model": "vgg16"}})
-    with pytest.raises(StudyError, match=r"transfer\.studies\.deep: model: study 'deep' is about 'deep', not 'vgg16'"):
+    with pytest.raises(StudyError, match=r"transfer\.studies\.deep: model: study 'deep' has 'deep', not 'vgg16'"):
         load_transfer(wrong, TARGET.workload, TARGET.cluster)
 
 
 def test_a_study_is_no_source_of_a_search_for_the_same(journal: Path) -> None:
     sources = parse(studies={"deep": {"storage": str(journal)}})
-    with pytest.raises(StudyError, match=r"transfer\.studies\.deep: study 'deep' is about this model on this cluster"):
+    with pytest.raises(StudyError, match=r"transfer\.studies\.deep: study 'deep' has this job's model and cluster"):
         load_transfer(sources, SOURCE.workload, SOURCE.cluster)
 
 
@@ -109,7 +109,7 @@ def test_a_missing_source_is_named(tmp_path: Path) -> None:
     for sources, message in (
         (parse(studies={"a": {"storage": str(tmp_path / "none.journal")}}), r"transfer\.studies\.a: .*no such journal"),
         (parse(datasets={"b": {"path": str(tmp_path)}}), r"transfer\.datasets\.b: "),
-        (parse(simulator=str(tmp_path)), r"transfer\.simulator: .*no simulator"),
+        (parse(simulator=str(tmp_path)), r"transfer\.simulator: .*not a simulator"),
     ):
         with pytest.raises(DocumentError, match=message):
             load_transfer(sources, TARGET.workload, TARGET.cluster)
@@ -172,7 +172,7 @@ def test_a_study_of_bucket_sizes_is_refused_as_a_source(tmp_path: Path) -> None:
     buckets: Any = BucketSpace(SOURCE.workload, SOURCE.cluster)
     studies.open_study(tmp_path / "horovod.journal", "tune", buckets)
     sources = parse(studies={"old": {"storage": str(tmp_path / "horovod.journal")}})
-    with pytest.raises(StudyError, match=r"transfer\.studies\.old: study 'tune': its trials are sizes of buckets"):
+    with pytest.raises(StudyError, match=r"transfer\.studies\.old: study 'tune': its trials are bucket sizes"):
         load_transfer(sources, TARGET.workload, TARGET.cluster)
 
 

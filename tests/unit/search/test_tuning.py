@@ -95,7 +95,7 @@ def test_failed_plans_are_failed_trials_and_too_many_end_the_run():
 
     world.session = PricedSession(breaks)
     trials = world.trials()
-    with pytest.raises(TuningError, match="the last 6 trials failed, the latest one so: rank 1 died while trial 14"):
+    with pytest.raises(TuningError, match="the last 6 trials failed; latest error: rank 1 died while trial 14"):
         world.tuner(trials).run()
     records = trials.records()
     assert [record.number for record in records if record.state == "failed"] == [3, *range(9, 15)]
@@ -170,18 +170,21 @@ def test_an_interrupted_outcome_tells_what_there_is():
 WRONG = [
     ({"search": {"sampler": "magic"}}, "search.sampler: .*'autosync', 'random', 'tpe', 'gp' or 'horovod'"),
     ({"search": {"budget": 0}}, "search.budget: .*greater than 0"),
-    ({"search": {"sampler": "tpe", "options": {"population": 3}}}, "search: options: are of the sampler 'autosync'"),
+    (
+        {"search": {"sampler": "tpe", "options": {"population": 3}}},
+        "search: options: allowed with sampler 'autosync' only",
+    ),
     ({"search": {"options": {"colour": 1}}}, "search: options: colour: not known; allowed: population, batch"),
-    ({"search": {"options": {"batch": 2.5}}}, "search: options: batch: must be a whole number from 1 on, got 2.5"),
+    ({"search": {"options": {"batch": 2.5}}}, "search: options: batch: must be an integer of 1 or more, got 2.5"),
     (
         {"search": {"sampler": "gp"}, "transfer": {"simulator": "x"}},
-        "transfer: only the sampler 'autosync' uses it, not 'gp'",
+        "transfer: allowed with sampler 'autosync' only, not 'gp'",
     ),
     (
         {"search": {"sampler": "tpe"}, "simulator": {"kind": "linear"}},
-        "simulator: only the sampler 'autosync' uses it",
+        "simulator: allowed with sampler 'autosync' only",
     ),
-    ({"contenders": {"ps": {"builder": "ps"}}}, "contenders: 'ps' is a name that finalists may have"),
+    ({"contenders": {"ps": {"builder": "ps"}}}, "contenders: 'ps' is reserved for finalists"),
     ({"trial": {"min_steps": 9, "max_steps": 3}}, "trial: max_steps: 3 is less than min_steps, 9"),
     ({"trial": {"max_slowdown": 1}}, "trial.max_slowdown: .*greater than 1"),
     ({"semantics": "relaxed"}, "semantics: .*'exact' or 'compressed'"),
@@ -209,7 +212,7 @@ def test_wrong_simulators_and_sources(tmp_path):
         sources(simulator={"kind": "oracle"})
     with pytest.raises(DocumentError, match=r"transfer.simulator: .*missing"):
         sources(transfer={"simulator": str(tmp_path / "missing")})
-    with pytest.raises(DocumentError, match=r"transfer.studies.old: .*there is no such journal"):
+    with pytest.raises(DocumentError, match=r"transfer.studies.old: .*this journal file does not exist"):
         sources(transfer={"studies": {"old": {"storage": str(tmp_path / "old.journal")}}})
 
 
@@ -239,7 +242,7 @@ def test_a_study_of_another_space_is_refused():
     other.trials()
     smaller = other.job.workload.model_copy(update={"variables": other.job.workload.variables[:-2]})
     other.space = PlanSpace(smaller, other.job.cluster)
-    with pytest.raises(storages.StudyError, match="study 'tune': it is of another workload") as caught:
+    with pytest.raises(storages.StudyError, match="study 'tune': it has another workload") as caught:
         other.trials()
     assert "\n" not in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""The last comparison: one half of the rounds chooses, the other judges, and only a clear gain is claimed."""
+"""The final comparison: one half of the rounds chooses, the other judges, and only a clear gain is claimed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_of_several_builders_the_one_that_wins_where_it_is_chosen_is_the_best():
     final = FinalComparison.read(data, "here")
     assert final.winner == final.builder == "byteps"
     lines = list(result_of(world.job, best=best_of(3, data, "byteps"), final=data).lines())
-    assert "no plan that was searched beats this builder's in the rounds that choose" in lines
+    assert "no searched plan was faster than this builder's in the rounds that choose the winner" in lines
     assert not any("best builder" in line for line in lines)
     slower = played(world.job, settings, {**times, "byteps": [1.3] * 4})
     without = FinalComparison.read(judged(slower, plans, ["ddp"]), "here")
@@ -138,7 +138,7 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
     assert lines[2].endswith("], not a gain")
     _, single = final_of({name: (chosen[:1], judged[:1]) for name, (chosen, judged) in TIMES.items()})
     lines = list(result_of(job, best=best_of(7, single), final=single).lines())
-    assert lines[1].endswith("], in too few rounds to tell")
+    assert lines[1].endswith("], too few rounds to be sure")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_last_comparison_that_fails_twice_is_no_success(tmp_path, monkeypatch)
 
     monkeypatch.setattr(comparison, "play", play)
     rivals = [options.name for options in job.settings.ddp.options()]
-    with pytest.raises(TuningError, match=r"the last comparison failed twice: .*session 1"):
+    with pytest.raises(TuningError, match=r"the final comparison failed twice: .*session 1"):
         compare(job, None, {"ps": build("ps", job.workload, job.cluster)}, rivals, tmp_path)
 
 
@@ -242,7 +242,7 @@ def test_a_last_comparison_of_which_every_plan_fails_is_no_success(tmp_path, mon
 
     monkeypatch.setattr(comparison, "play", play)
     plan = build("ps", job.workload, job.cluster)
-    with pytest.raises(TuningError, match=r"failed with every plan; the last: contender 'ps': rank 1 died"):
+    with pytest.raises(TuningError, match=r"failed with every plan; last error: contender 'ps': rank 1 died"):
         compare(job, None, {"ps": plan, "other": plan}, ["ddp"], tmp_path)
 
 
@@ -268,5 +268,5 @@ def test_a_rival_that_fails_twice_ends_the_last_comparison(tmp_path, monkeypatch
 
     monkeypatch.setattr(comparison, "play", play)
     plan = build("ps", job.workload, job.cluster)
-    with pytest.raises(TuningError, match="the last comparison failed twice: contender 'ddp': rank 1 died"):
+    with pytest.raises(TuningError, match="the final comparison failed twice: contender 'ddp': rank 1 died"):
         compare(job, None, {"ps": plan, "other": plan}, ["ddp"], tmp_path)

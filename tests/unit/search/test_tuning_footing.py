@@ -130,7 +130,7 @@ def test_opponents_that_all_fail_say_why():
     world = World()
     world.session = PricedSession(lambda name, order: float("inf") if "ddp" in order else world.price(name, order))
     trials = world.trials()
-    with pytest.raises(DocumentError, match="ddp: none of them ran; ddp: rank 1 died while ddp ran"):
+    with pytest.raises(DocumentError, match="ddp: all failed; ddp: rank 1 died while ddp ran"):
         world.opponents(trials, world.reference(trials)).measure({})
 
 

@@ -186,14 +186,14 @@ def test_a_process_that_had_the_same_number_is_gone():
 def test_a_run_that_another_process_is_at_work_on_is_refused(tmp_path, monkeypatch):
     world = World()
     with_session(monkeypatch, world, PricedSession(world.price))
-    refusal = pytest.raises(TuningError, match=f"{tmp_path}: another process is working on this run")
+    refusal = pytest.raises(TuningError, match=f"{tmp_path}: another process uses this run directory")
     with held_elsewhere(tmp_path / ".tune.lock"), refusal:
         tune(configuration(), tmp_path)
     tune(configuration(), tmp_path)
 
 
 def with_session(monkeypatch: pytest.MonkeyPatch, world: World, session: PricedSession) -> list[dict[str, Any]]:
-    """Runs are on that session; the last comparison only notes what it was asked for, and no report is written."""
+    """Runs are on that session; the final comparison only notes what it was asked for, and no report is written."""
     asked: list[dict[str, Any]] = []
 
     def compare(job: Any, session: Any, plans: Any, rivals: Any, directory: Any) -> None:
@@ -234,7 +234,7 @@ def test_a_search_that_cannot_go_on_leaves_what_it_found(tmp_path, monkeypatch):
         return world.price(name, order)
 
     with_session(monkeypatch, world, PricedSession(price))
-    with pytest.raises(TuningError, match="no worker can be started any more; results so far"):
+    with pytest.raises(TuningError, match="no worker can be started any more; the results so far"):
         tune(configuration(), tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["failure"] == "no worker can be started any more"
@@ -257,7 +257,7 @@ def test_a_storage_that_answers_no_more_leaves_what_was_read_from_it(tmp_path, m
         raise OSError(28, "No space left on device")
 
     with_session(monkeypatch, world, PricedSession(price))
-    with pytest.raises(TuningError, match=r"storage does not answer: OSError: .*No space left.*; results so far"):
+    with pytest.raises(TuningError, match=r"storage does not answer: OSError: .*No space left.*; the results so far"):
         tune(configuration(), tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
     assert [trial["number"] for trial in found["trials"] if trial["state"] != "failed"] == list(range(12))
@@ -285,9 +285,7 @@ def test_a_ctrl_c_before_the_first_trial_ends_likewise_and_writes_nothing(tmp_pa
     assert caught.value.code == 130
     assert not (tmp_path / "result.json").exists()
     printed = capsys.readouterr().out
-    assert (
-        f"before there was anything to write; to resume, give the same command with hydra.run.dir={tmp_path}" in printed
-    )
+    assert f"before the first result; to resume, run the same command with hydra.run.dir={tmp_path}" in printed
 
 
 def test_a_builder_that_was_given_up_beside_a_faster_plan_may_still_be_the_best_builder(tmp_path, monkeypatch):
