@@ -229,9 +229,7 @@ class LearnedEstimator:
             raise SimulatorError(f"{path}: settings.{error}") from None
         if set(description.features) != set(inputs):
             found = ", ".join(description.features) or "none"
-            raise SimulatorError(
-                f"{path}: settings.features: '{header.kind}' needs {', '.join(inputs)}; got {found}"
-            )
+            raise SimulatorError(f"{path}: settings.features: '{header.kind}' needs {', '.join(inputs)}; got {found}")
         made = cls(
             header.kind,
             header.constants,

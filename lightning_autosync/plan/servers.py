@@ -153,9 +153,7 @@ def _check_group(group: Group, first: Group) -> None:
             f"compressor: servers take uncompressed gradients; only 'none' is allowed, not '{group.compressor.kind}'"
         )
     if group.local_aggregation != first.local_aggregation:
-        raise ValueError(
-            f"local_aggregation: differs from group '{first.name}'; it must be the same for all groups"
-        )
+        raise ValueError(f"local_aggregation: differs from group '{first.name}'; it must be the same for all groups")
 
 
 def _shards_of(group: Group, variables: Sequence[Variable], workers: int, number: int) -> Iterator[Shard]:

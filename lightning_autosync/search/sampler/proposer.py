@@ -229,7 +229,9 @@ class Proposer:
         if not (first and elsewhere) and len(measured) - (self._trained or 0) < self._sizes.refit:
             return
         own = self._samples(observations)
-        _log.info("training the simulator on %d measured plans, %d of them transferred", len(own) + elsewhere, elsewhere)
+        _log.info(
+            "training the simulator on %d measured plans, %d of them transferred", len(own) + elsewhere, elsewhere
+        )
         again = [one for one in self._population.candidates.values() if self._cost.is_simulated(one)]
         self._cross_fit.fit(own)
         self._cost.use_trained(self._cross_fit, [candidate for candidate, _ in measured.values()])

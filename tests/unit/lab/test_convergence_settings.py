@@ -318,7 +318,7 @@ def test_a_rate_that_is_neither_known_nor_to_be_chosen(result, tmp_path: Path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**result.to_dict(), "rates": {"all_reduce": 0.1}}))
     settings = ConvergenceSettings.parse({**BASE, "rates": [0.1, 0.2], "tuning_seeds": 0, "rates_of": str(path)})
-    with pytest.raises(DocumentError, match="rates_of: .* has no rate of 'gossip'"):
+    with pytest.raises(DocumentError, match=r"rates_of: .* has no rate of 'gossip'"):
         compare(settings)
 
 

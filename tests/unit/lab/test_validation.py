@@ -93,7 +93,7 @@ def test_the_least_tau_of_a_workload_on_a_cluster_is_told() -> None:
     }
     both, apart = order_lines(pairs)
     assert both == f"Kendall tau, by cluster and workload: lowest 0.33 ({CLUSTER.name}, two), 1 of 2 below 0.8"
-    assert apart.endswith(f"least 0.33 ({CLUSTER.name}, two), 1 of 2 below 0.8")
+    assert apart.endswith(f"lowest 0.33 ({CLUSTER.name}, two), 1 of 2 below 0.8")
     assert order_lines(by([priced(1.0, 1.0)], lambda one: one.case.pair))[0].endswith("same workload and cluster")
 
 

@@ -103,7 +103,7 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(foreign: None, tmp_path: 
 
 
 def test_a_name_is_taken_once() -> None:
-    with pytest.raises(PlanError, match=r"topology 'ring' of .*ring has a name, or offers a method, that .*Ring has"):
+    with pytest.raises(PlanError, match=r"topology 'ring' of .*ring: its name .* already registered by .*Ring; rename"):
         topologies.register(type(topologies.find("ring"))())
 
 

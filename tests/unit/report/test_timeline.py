@@ -38,7 +38,7 @@ def test_two_timelines_make_one_picture(tmp_path: Path, name: str, magic: bytes)
 
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DocumentError, match=r"\.svg or \.png"):
+    with pytest.raises(DocumentError, match=r"'\.gif'; allowed: \.svg, \.png"):
         draw_timelines({"predicted": TIMELINE}, tmp_path / "step.gif")
 
 

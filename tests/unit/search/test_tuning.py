@@ -170,7 +170,10 @@ def test_an_interrupted_outcome_tells_what_there_is():
 WRONG = [
     ({"search": {"sampler": "magic"}}, "search.sampler: .*'autosync', 'random', 'tpe', 'gp' or 'horovod'"),
     ({"search": {"budget": 0}}, "search.budget: .*greater than 0"),
-    ({"search": {"sampler": "tpe", "options": {"population": 3}}}, "search: options: allowed with sampler 'autosync' only"),
+    (
+        {"search": {"sampler": "tpe", "options": {"population": 3}}},
+        "search: options: allowed with sampler 'autosync' only",
+    ),
     ({"search": {"options": {"colour": 1}}}, "search: options: colour: not known; allowed: population, batch"),
     ({"search": {"options": {"batch": 2.5}}}, "search: options: batch: must be an integer of 1 or more, got 2.5"),
     (

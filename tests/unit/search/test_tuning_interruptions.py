@@ -285,9 +285,7 @@ def test_a_ctrl_c_before_the_first_trial_ends_likewise_and_writes_nothing(tmp_pa
     assert caught.value.code == 130
     assert not (tmp_path / "result.json").exists()
     printed = capsys.readouterr().out
-    assert (
-        f"before the first result; to resume, run the same command with hydra.run.dir={tmp_path}" in printed
-    )
+    assert f"before the first result; to resume, run the same command with hydra.run.dir={tmp_path}" in printed
 
 
 def test_a_builder_that_was_given_up_beside_a_faster_plan_may_still_be_the_best_builder(tmp_path, monkeypatch):
