@@ -225,7 +225,7 @@ def test_files_of_two_simulators_are_not_mixed(fitted: LearnedEstimator, samples
     further.fit(samples[:10])
     further.save(other)
     (one / "simulator.json").write_bytes((other / "simulator.json").read_bytes())
-    with pytest.raises(SimulatorError, match=r"safetensors: cannot be read .*copy both files of one simulator"):
+    with pytest.raises(SimulatorError, match=r"safetensors: cannot be read .*copy both files of the simulator"):
         load_simulator(one)
     _weights(one).rename(one / _weights(other).name)
     with pytest.raises(SimulatorError, match="altered"):

@@ -119,7 +119,7 @@ def test_a_study_that_is_not_of_plans_is_refused(storage: Path) -> None:
     foreign.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
     with pytest.raises(StudyError, match="its trials are not plans"):
         studies.open_study(storage, "one", SPACE)
-    with pytest.raises(StudyError, match="not one of plans"):
+    with pytest.raises(StudyError, match="not a study of plans"):
         studies.load_study(storage, "one")
 
 

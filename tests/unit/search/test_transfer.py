@@ -107,7 +107,7 @@ def test_a_study_without_rates_is_no_source_of_a_search_with_them(tmp_path: Path
 
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
     for sources, message in (
-        (parse(studies={"a": {"storage": str(tmp_path / "none.journal")}}), r"transfer\.studies\.a: .*no such journal"),
+        (parse(studies={"a": {"storage": str(tmp_path / "none.journal")}}), r"transfer\.studies\.a: .*does not exist"),
         (parse(datasets={"b": {"path": str(tmp_path)}}), r"transfer\.datasets\.b: "),
         (parse(simulator=str(tmp_path)), r"transfer\.simulator: .*not a simulator"),
     ):
