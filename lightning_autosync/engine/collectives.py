@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_autosync.documents import digest
 from lightning_autosync.errors import PlanError
-from lightning_autosync.workload import shared_buffers, shared_parameters
+from lightning_autosync.workload import shared_buffers
 
 _Form = tuple[str, list[int], str]
 """Name, shape and dtype of a buffer."""
@@ -45,7 +44,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite ``tensors`` of any dtypes with those of the group's first rank; collective.
 
-    Shapes, dtypes and order must be the same on all ranks (see `structure_digest`).
+    Shapes, dtypes and order must be the same on all ranks.
     """
     source = dist.get_global_rank(group, 0) if group is not None else 0
     for chunk in _chunks(tensors):
@@ -53,15 +52,6 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
         dist.broadcast(flat, src=source, group=group)
         if dist.get_rank(group) != 0:
             _scatter(flat, chunk)
-
-
-def structure_digest(module: nn.Module) -> str:
-    """A digest of the names, shapes, dtypes and ``requires_grad`` of parameters and buffers.
-
-    It includes the strides of parameters, because gradients are sent in memory order.
-    """
-    parameters = [[name, *_form(tensor), list(tensor.stride())] for name, tensor in shared_parameters(module)]
-    return digest([*parameters, *([name, *_form(tensor)] for name, tensor in shared_buffers(module))])
 
 
 class BufferBroadcast:
@@ -72,7 +62,8 @@ class BufferBroadcast:
     would mix them up or abort the process. A model that starts without buffers is not checked.
 
     Args:
-        module: a module whose buffers have the same names, shapes and dtypes on all ranks (see `structure_digest`).
+        module: a module whose buffers have the same names, shapes and dtypes on all ranks (see
+            `lightning_autosync.engine.replicas.require_equal_structures`).
         group: the ranks; None is the default group.
     """
 
@@ -141,10 +132,6 @@ def _refuse_differences(forms: Mapping[int, Sequence[_Form]]) -> None:
 
 def _describe(form: Sequence[Any] | None) -> str:
     return "missing" if form is None else f"{form[1]} of shape {form[0]}"
-
-
-def _form(tensor: Tensor) -> list[Any]:
-    return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_autosync.documents import digest
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.gradients import real_view
-from lightning_autosync.errors import ExchangeError
-from lightning_autosync.workload import shared_parameters
+from lightning_autosync.errors import ExchangeError, PlanError
+from lightning_autosync.workload import shared_buffers, shared_parameters
 
 Facts = dict[str, dict[str, Any]]
 """Properties that must be equal on all ranks, by parameter name."""
@@ -359,6 +360,35 @@ class ParameterTracker:
         self._trainable = _trainable(self._parameters)
         self._dtypes = list(map(_DTYPE, self._parameters))
         self._forms = list(map(_FORM, self._parameters))
+
+
+def require_equal_structures(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Compare names, shapes, dtypes, ``requires_grad`` and strides of parameters and buffers over ranks; collective.
+
+    Strides count because gradients are sent in memory order.
+
+    Raises:
+        PlanError: (on every rank) ranks have different ones; names the first.
+    """
+    own = _structure(shared_parameters(module), strides=True), _structure(shared_buffers(module), strides=False)
+    if len(set(gather_json(digest([list(facts.items()) for facts in own]), group))) == 1:
+        return
+    for facts, kind in zip(own, ("parameter", "buffer"), strict=True):
+        if found := difference(gather_json(facts, group)):
+            raise PlanError(f"model: {found.replace('parameter', kind, 1)}; build the same model on every rank")
+    raise PlanError("model: ranks register their parameters or buffers in different orders; use one order")
+
+
+def _structure(tensors: Iterable[tuple[str, Tensor]], strides: bool) -> Facts:
+    return {
+        name: {
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype),
+            "requires_grad": tensor.requires_grad,
+            **({"strides": list(tensor.stride())} if strides else {}),
+        }
+        for name, tensor in tensors
+    }
 
 
 def difference(facts: Sequence[Facts]) -> str:

@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
 from lightning_autosync.documents import read_data
+from lightning_autosync.engine.replicas import require_equal_structures
 from lightning_autosync.errors import AutoSyncError, ClusterError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.clipping import clip_gradients
 from lightning_autosync.hybrid.execution.compiled import Uncompiled, takes_home_values
 from lightning_autosync.hybrid.execution.equivalence import Task
-from lightning_autosync.hybrid.validation import check_plan, fingerprint
+from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.autoddl_checkpoint import SplitCheckpoints
@@ -252,7 +253,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         # Ranks may search for batches of other shapes, and must still try the same plans in the same order.
         found = common_choice(agree(lambda: choose_hybrid_plan(first, *place), lambda _: {}))
         if found.plans:
-            agree(lambda: fingerprint(self._plain), lambda model: {"model": model})
+            require_equal_structures(self._plain)
         return found, first
 
     def _check_arguments(self) -> None:

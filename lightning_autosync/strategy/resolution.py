@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.collectives import structure_digest
 from lightning_autosync.engine.exchanges.shared_memory import sharing_fault
+from lightning_autosync.engine.replicas import require_equal_structures
 from lightning_autosync.errors import ClusterError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.strategy.agreement import agree
@@ -51,12 +51,9 @@ def resolve_together(
     """
 
     def identify(resolution: Resolution) -> dict[str, str]:
-        return {
-            "model (names, shapes, dtypes and strides of parameters and buffers)": structure_digest(module),
-            "plan": resolution.plan.fingerprint,
-            "cluster": resolution.cluster.fingerprint,
-        }
+        return {"plan": resolution.plan.fingerprint, "cluster": resolution.cluster.fingerprint}
 
+    require_equal_structures(module, group)
     return agree(lambda: resolve(settings, module, nodes, devices, **options), identify, group)
 
 

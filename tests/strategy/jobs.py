@@ -330,10 +330,18 @@ def _out_of_memory(_: Tensor) -> None:
     raise MemoryError("no memory for this gradient")
 
 
-def odd_model() -> str:
+def odd_model(change: str) -> str:
     """What happens if rank 1 has another model."""
+    module = models.Plain()
+    if dist.get_rank() == 1:
+        if change == "frozen":
+            module.head.bias.requires_grad_(False)
+        elif change == "wider":
+            module.body = nn.Linear(models.FEATURES, 16)
+        elif change == "buffer":
+            module.register_buffer("mark", torch.zeros(3))
     try:
-        fit("Plain" if dist.get_rank() == 0 else "Tied", AutoSyncStrategy(), max_epochs=1)
+        make_trainer(AutoSyncStrategy(), max_epochs=1).fit(module)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"

@@ -117,8 +117,16 @@ def test_plans_that_differ_between_ranks(duo, tmp_path) -> None:
     same_error(found, "PlanError", "plan: rank 1 has ")
 
 
-def test_models_that_differ_between_ranks(duo) -> None:
-    same_error(duo.run(jobs.odd_model), "PlanError", "model", "rank 1 has ")
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("frozen", "parameter 'head.bias': requires_grad is False on rank 1, and True on rank 0"),
+        ("wider", "parameter 'body.weight': shape is [16, "),
+        ("buffer", "buffer 'mark' exists on rank 1, but not on rank 0"),
+    ],
+)
+def test_models_that_differ_between_ranks(duo, change: str, told: str) -> None:
+    same_error(duo.run(jobs.odd_model, change=change), f"PlanError: model: {told}", "the same model on every rank")
 
 
 def test_a_parameter_unfrozen_outside_the_users_plan(duo, tmp_path) -> None:

@@ -149,7 +149,8 @@ class HybridTuningResult(Result):
             if name != final.winner:
                 ratio = final.speedup(name)
                 few = "" if final.has_enough_rounds else ", too few rounds to be sure"
-                yield f"speedup over {name}: {ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]{few}"
+                tied = ", equal within noise" if not few and ratio.low <= 1 <= ratio.high else ""
+                yield f"speedup over {name}: {ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]{few or tied}"
         for name, why in final.left_out.items():
             yield f"{name} failed in this comparison and was left out: {why}"
 

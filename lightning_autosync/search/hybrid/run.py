@@ -266,7 +266,8 @@ class HybridTuningRun:
             origin=entry.origin,
             state="failed" if measurement.state == "running" else measurement.state,
             seconds=measurement.seconds if measurement.state != "failed" else None,
-            predicted=None if candidate is None else candidate.step_seconds,
+            # The cost model prices data parallelism as an all-reduce, whatever a builder's plan is.
+            predicted=None if candidate is None or entry.origin == "builder" else candidate.step_seconds,
             memory=None if candidate is None else candidate.memory,
             bytes=entry.bytes,
             deviation=deviation if isinstance(deviation, float) else None,

@@ -21,6 +21,7 @@ from lightning_autosync.documents import (
 )
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
+from lightning_autosync.search.trial_attributes import BASELINE, BUILT
 from lightning_autosync.search.tuning.comparison import FinalComparison
 from lightning_autosync.search.tuning.records import LENIENT, TrialRecord
 
@@ -184,6 +185,8 @@ class TuningResult(Result):
                 yield "it was not compared with its opponents side by side; run the same command to resume"
             else:
                 yield from _claims(self.comparison)
+        if self.trials and all(record.origin in (BASELINE, BUILT) for record in self.trials):
+            yield "builders' plans used up search.budget, so no plan was searched; give a larger one"
         states = [record.state for record in self.trials if not record.interrupted]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("complete", "pruned", "failed"))
         pace, proposals = self.timing.trials_per_minute, self.timing.sampler_seconds_by_proposal
