@@ -128,7 +128,7 @@ def test_its_report_can_be_written_again(found: tuple[Path, str], here: Here) ->
         ((*MODEL, "cluster=four_equal", "parallel.rates=none.yaml"), "none.yaml: cannot be read"),
         (
             (*MODEL, "cluster=four_equal", "parallel.kind=data", "parallel.memory=1GB"),
-            "parallel: memory: is for parallel",
+            "parallel: memory: allowed with parallel=hybrid only",
         ),
     ],
 )
