@@ -137,6 +137,14 @@ def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_an_endless_file_is_not_read_to_its_end(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.symlink_to("/dev/zero")  # its size reads as 0
+    with pytest.raises(DocumentError, match=r"the file has more than \d+ bytes"):
+        read_data(path)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_data_survives_a_file(tmp_path: Path, suffix: str) -> None:
     data = {"a": [1, 2.5, None, True], "b": {"c": "d", "e": []}}
     write_data(tmp_path / f"new/a.{suffix}", data)
