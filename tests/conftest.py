@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from shared_pool import SharedPool
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.measure.workers import WorkerPool
 
 TESTS = Path(__file__).parent
 WORLD_SIZE = 5
@@ -23,31 +22,6 @@ RANK_VARIABLES = (
 )  # fmt: skip
 
 torch.set_num_threads(1)  # tensors here are small, and tests' own workers want the other cores
-
-
-class SharedPool:
-    """A pool that starts at its first order, and starts again if a test broke it."""
-
-    world_size = WORLD_SIZE
-
-    def __init__(self) -> None:
-        self._pool: WorkerPool | None = None
-
-    def run(
-        self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
-    ) -> list[Any]:
-        """As :meth:`WorkerPool.run`; functions may be of modules beside the distributed tests."""
-        return self.live().run(function, ranks=ranks, **arguments)
-
-    def live(self) -> WorkerPool:
-        if self._pool is None or self._pool.closed:
-            paths = [TESTS / "distributed", TESTS]
-            self._pool = WorkerPool(self.world_size, timeout=180.0, extra_paths=paths, scheduling="batch")
-        return self._pool
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +44,8 @@ def own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[SharedPool]:
     """Five ranks on this machine, shared by all tests; smaller worlds are ``dist.new_group`` of them."""
-    shared = SharedPool()
-    yield shared
-    shared.close()
+    with SharedPool(WORLD_SIZE, [TESTS / "distributed", TESTS], timeout=180.0) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="session")

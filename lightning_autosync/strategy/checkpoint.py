@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, field_validator
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import NotRequired, TypedDict
 
-from lightning_autosync.documents import Count, Record, checked, shortened, shown
+from lightning_autosync.documents import Count, Index, Record, checked, shortened, shown
 from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.engine.compressor_state import ParameterState, ParameterStates
 from lightning_autosync.errors import PeerLost, PlanError
@@ -168,6 +168,13 @@ class _Rank(TypedDict):
     optimizer: NotRequired[dict[str, Any]]
 
 
+class _Position(Record):
+    """Where a job with servers stands: the step of its clock, and its progress in steps."""
+
+    step: Index
+    progress: NonNegativeFloat
+
+
 class _RelaxedEntry(Record):
     """The entry that `RelaxedCheckpoint.gather` returns."""
 
@@ -208,6 +215,7 @@ class RelaxedCheckpoint:
         loaded, self._loaded = self._loaded, None
         if self._served:
             position = {"step": 0, "progress": 0.0} if loaded is None else loaded["synchronizer"]
+            checked(_Position, position, f"checkpoint: {KEY}: ranks: synchronizer", PlanError)
             # Servers get rank 0's state. The other ranks load theirs too, so that all ranks report the same faults.
             synchronizer.load_state_dict({**position, "optimizer": state_by_name(optimizer, self._names)})
             # The servers keep the state now, so a local copy would waste memory.

@@ -220,13 +220,20 @@ class RelaxedReplica(Replica):
             stall=self._settings.stall,
         )
         self._checkpoint.begin(self._synchronizer, optimizers[0], variable_names(self._module))
+        if not self.rejoined and not self._in_step:
+            # Before the start, after which the progress may include steps of ranks that began earlier.
+            self._follow_progress()
         self._synchronizer.start()
-        if not self._in_step:
-            self._follow_progress(self._synchronizer.joined_after)
+        if self.rejoined and not self._in_step:
+            drain = self._synchronizer.joined_after
+            self._follow_progress(request_trainer_state(self._mesh, drain, self._settings.timeout))
 
-    def _follow_progress(self, drain: int) -> None:
-        """Let schedules and ``trainer.global_step`` follow the job's progress, and send it to ranks that return."""
-        state = request_trainer_state(self._mesh, drain, self._settings.timeout) if self.rejoined else None
+    def _follow_progress(self, state: dict[str, Any] | None = None) -> None:
+        """Let schedules and ``trainer.global_step`` follow the job's progress, and send it to ranks that return.
+
+        Args:
+            state: rank 0's, if this rank returned to the job.
+        """
         self._progress = TrainerProgress(self._trainer, self._share, self._steps, state)
         if not self._served and self._mesh.rank == 0 and rejoin_enabled():
             self._state_server = TrainerStateServer(self._mesh, self._progress.describe)

@@ -6,19 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from lightning_autosync.measure.workers import WorkerPool
+from shared_pool import SharedPool
 
 TESTS = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2, timeout=150.0, extra_paths=[TESTS], scheduling="batch") as workers:
-        yield workers
+def pair() -> Iterator[SharedPool]:
+    with SharedPool(2, [TESTS], timeout=150.0) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="session")
-def quartet() -> Iterator[WorkerPool]:
-    with WorkerPool(4, timeout=280.0, extra_paths=[TESTS], scheduling="batch") as workers:
-        yield workers
+def quartet() -> Iterator[SharedPool]:
+    with SharedPool(4, [TESTS], timeout=280.0) as shared:
+        yield shared

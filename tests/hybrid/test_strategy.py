@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared_pool import SharedPool
 
 from hybrid import jobs
-from lightning_autosync.measure.workers import WorkerPool
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from lightning_autosync.measure.workers import WorkerPool
     ],
     ids=["plain", "accumulation and clipping", "SGD and validation", "an optimizer that the module keeps"],
 )
-def test_trains_as_ddp_does(pair: WorkerPool, options: dict[str, Any]) -> None:
+def test_trains_as_ddp_does(pair: SharedPool, options: dict[str, Any]) -> None:
     for found in pair.run(jobs.against_ddp, **options):
         assert found["distance"] < 1e-10
         assert found["loss"] < 1e-10
@@ -31,14 +31,14 @@ def test_trains_as_ddp_does(pair: WorkerPool, options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [[4], [2, 2]])
-def test_four_ranks(quartet: WorkerPool, mesh: list[int]) -> None:
+def test_four_ranks(quartet: SharedPool, mesh: list[int]) -> None:
     for seed in (1, 2, 3):
         for found in quartet.run(jobs.against_ddp, seed=seed, mesh=mesh, gradient_clip_val=0.05):
             assert max(found["distance"], found["loss"]) < 1e-10
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "folder"])
-def test_checkpoints(pair: WorkerPool, tmp_path: Path, sharded: bool) -> None:
+def test_checkpoints(pair: SharedPool, tmp_path: Path, sharded: bool) -> None:
     for rank, found in enumerate(pair.run(jobs.resumed, folder=str(tmp_path), sharded=sharded, seeds=[1, 2])):
         assert found["saved"] > 1e-3, "the second epoch changes the weights"
         assert max(found["distances"]) < 1e-10, "training goes on as if there had been no end, under any plan"
@@ -46,44 +46,44 @@ def test_checkpoints(pair: WorkerPool, tmp_path: Path, sharded: bool) -> None:
             assert found["alone"] == 0.0, "plain torch reads it"
 
 
-def test_statistics_of_a_layer_are_saved_by_one_rank(pair: WorkerPool, tmp_path: Path) -> None:
+def test_statistics_of_a_layer_are_saved_by_one_rank(pair: SharedPool, tmp_path: Path) -> None:
     assert pair.run(jobs.saved_statistics, folder=str(tmp_path)) == [[1.0, 1.0, 1.0]] * 2
 
 
 @pytest.mark.slow
-def test_resumes_on_another_mesh(quartet: WorkerPool, tmp_path: Path) -> None:
+def test_resumes_on_another_mesh(quartet: SharedPool, tmp_path: Path) -> None:
     for found in quartet.run(jobs.resumed, folder=str(tmp_path), sharded=True, seeds=[1, 2], meshes=[[2, 2], [4]]):
         assert max(found["distances"]) < 1e-10
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_narrow_precision(pair: WorkerPool, precision: str) -> None:
+def test_narrow_precision(pair: SharedPool, precision: str) -> None:
     for theirs, their_first, ours, our_first in pair.run(jobs.narrow, precision=precision):
         assert ours == pytest.approx(theirs, rel=0.01)
         assert our_first == pytest.approx(their_first, rel=0.01)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_the_step_before_training_has_the_precision_of_training(pair: WorkerPool, precision: str) -> None:
+def test_the_step_before_training_has_the_precision_of_training(pair: SharedPool, precision: str) -> None:
     for found in pair.run(jobs.precise, precision=precision):
         assert found["plan"], found["lines"]
         assert found["sizes"] == [2]
         assert found["dtypes"] == ["torch.bfloat16"]
 
 
-def test_validation_and_prediction(pair: WorkerPool) -> None:
+def test_validation_and_prediction(pair: SharedPool) -> None:
     for found in pair.run(jobs.predictions):
         assert found["during"] == pytest.approx(found["after"], abs=1e-9)
         assert found["predicted"] == 2
 
 
-def test_without_a_cluster_it_is_data_parallel(pair: WorkerPool) -> None:
+def test_without_a_cluster_it_is_data_parallel(pair: SharedPool) -> None:
     found = pair.run(jobs.searched, bandwidth=None)[0]
     assert found["distance"] == 0.0
     assert found["lines"] == ["AutoDDL: data parallelism: no cluster is described"]
 
 
-def test_slow_links_are_spared(pair: WorkerPool) -> None:
+def test_slow_links_are_spared(pair: SharedPool) -> None:
     found = pair.run(jobs.searched, bandwidth="10 Mbit/s")[0]
     assert found["distance"] < 1e-6
     (line,) = found["lines"]
@@ -91,13 +91,13 @@ def test_slow_links_are_spared(pair: WorkerPool) -> None:
     assert "data parallelism" in line
 
 
-def test_fast_links_keep_data_parallelism(pair: WorkerPool) -> None:
+def test_fast_links_keep_data_parallelism(pair: SharedPool) -> None:
     found = pair.run(jobs.searched, bandwidth="100 Gbit/s", width=16)[0]
     assert found["lines"][0].startswith("AutoDDL: data parallelism: no split of operators is more than 5% faster")
 
 
 @pytest.mark.parametrize("largest", [0, 1])
-def test_rank_zero_decides_for_batches_of_different_shapes(pair: WorkerPool, largest: int) -> None:
+def test_rank_zero_decides_for_batches_of_different_shapes(pair: SharedPool, largest: int) -> None:
     ranks = pair.run(jobs.ragged, largest=largest)
     assert not any(found["plan"] for found in ranks)
     assert len({found["weight"] for found in ranks}) == 1
@@ -108,31 +108,31 @@ def test_rank_zero_decides_for_batches_of_different_shapes(pair: WorkerPool, lar
     assert bool(refused) == (largest == 1)
 
 
-def test_ranks_that_find_unlike_plans_try_those_of_rank_zero(pair: WorkerPool) -> None:
+def test_ranks_that_find_unlike_plans_try_those_of_rank_zero(pair: SharedPool) -> None:
     first, second = pair.run(jobs.unlike_searches)
     assert first == second
 
 
-def test_ranks_with_unlike_models_are_told(pair: WorkerPool) -> None:
+def test_ranks_with_unlike_models_are_told(pair: SharedPool) -> None:
     told = "PlanError: model: parameter 'up.weight': shape is [768, 64] on rank 1, and [512, 64] on rank 0"
     assert all(told in found for found in pair.run(jobs.unlike_models))
 
 
-def test_a_model_is_made_to_fit(pair: WorkerPool) -> None:
+def test_a_model_is_made_to_fit(pair: SharedPool) -> None:
     found = pair.run(jobs.searched, bandwidth="10 Gbit/s", memory="900 kB", width=512)[0]
     assert found["distance"] < 1e-6
     assert "data parallelism needs" in found["lines"][0]
     assert found["share"] < 0.75, "each rank has a part of the weights"
 
 
-def test_a_plan_that_splits_nothing(pair: WorkerPool) -> None:
+def test_a_plan_that_splits_nothing(pair: SharedPool) -> None:
     found = pair.run(jobs.all_data_parallel)[0]
     assert found["lines"] == ["AutoDDL: data parallelism: required by 'plan'"]
     assert found["engine"] == "parameter_server"
 
 
 @pytest.mark.parametrize("as_file", [True, False])
-def test_a_plan_for_gradients_is_data_parallelism(pair: WorkerPool, as_file: bool) -> None:
+def test_a_plan_for_gradients_is_data_parallelism(pair: SharedPool, as_file: bool) -> None:
     found = pair.run(jobs.synchronization, as_file=as_file)[0]
     (line,) = found["lines"]
     assert line.startswith("AutoDDL: data parallelism: as '")
@@ -140,7 +140,7 @@ def test_a_plan_for_gradients_is_data_parallelism(pair: WorkerPool, as_file: boo
     assert found["engine"] == "parameter_server"
 
 
-def test_an_unknown_layer_is_data_parallel(pair: WorkerPool) -> None:
+def test_an_unknown_layer_is_data_parallel(pair: SharedPool) -> None:
     found = pair.run(jobs.unknown_layer)[0]
     assert found["distance"] < 1e-10
     assert "on a mesh of 2" in found["lines"][0]
@@ -148,7 +148,7 @@ def test_an_unknown_layer_is_data_parallel(pair: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("part", ["up", "head"])
-def test_compiled_parts(pair: WorkerPool, part: str) -> None:
+def test_compiled_parts(pair: SharedPool, part: str) -> None:
     found = pair.run(jobs.compiled, part=part)[0]
     splits = part == "up"
     assert found["kept"] != splits
@@ -182,18 +182,18 @@ def test_compiled_parts(pair: WorkerPool, part: str) -> None:
         ("data", "AutoSyncError: on rank 1 only: ValueError: the disk is gone"),
     ],
 )
-def test_refused(pair: WorkerPool, case: str, told: str) -> None:
+def test_refused(pair: SharedPool, case: str, told: str) -> None:
     assert all(told in found for found in pair.run(jobs.refused, case=case))
 
 
-def test_a_refused_plan_is_undone(pair: WorkerPool) -> None:
+def test_a_refused_plan_is_undone(pair: SharedPool) -> None:
     for found in pair.run(jobs.undone, job="odd"):
         assert found["error"].startswith("ExchangeError: batch:")
         assert found["whole"]
         assert not found["patched"]
 
 
-def test_a_searched_plan_that_fails_gives_way(pair: WorkerPool) -> None:
+def test_a_searched_plan_that_fails_gives_way(pair: SharedPool) -> None:
     for rank, found in enumerate(pair.run(jobs.undone, job="failing")):
         assert found["error"] == ""
         assert found["whole"]
@@ -206,13 +206,13 @@ def test_a_searched_plan_that_fails_gives_way(pair: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize(("job", "names"), [("clipping", "'down.bias'"), ("frozen", "'head.bias'")])
-def test_copies_are_compared_when_training_ends(pair: WorkerPool, job: str, names: str) -> None:
+def test_copies_are_compared_when_training_ends(pair: SharedPool, job: str, names: str) -> None:
     for found in pair.run(jobs.drifted, job=job):
         assert found.startswith("ExchangeError: replicas differ")
         assert names in found
 
 
-def test_layers_of_which_the_first_step_says_nothing_are_named(pair: WorkerPool) -> None:
+def test_layers_of_which_the_first_step_says_nothing_are_named(pair: SharedPool) -> None:
     lines = pair.run(jobs.gated)[0]
     assert any(
         "the comparison with the unsplit model does not test 'up', 'down': their gradients are zero" in line
@@ -220,5 +220,5 @@ def test_layers_of_which_the_first_step_says_nothing_are_named(pair: WorkerPool)
     )
 
 
-def test_pytorch_lightning(pair: WorkerPool) -> None:
+def test_pytorch_lightning(pair: SharedPool) -> None:
     assert max(pair.run(jobs.other_framework)) < 1e-6

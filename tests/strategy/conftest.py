@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from lightning_autosync.measure.workers import WorkerPool
+from shared_pool import SharedPool
 
 
 @pytest.fixture(scope="session")
-def duo() -> Iterator[WorkerPool]:
-    with WorkerPool(2, timeout=120.0, extra_paths=[Path(__file__).parent], scheduling="batch") as workers:
-        yield workers
+def duo() -> Iterator[SharedPool]:
+    with SharedPool(2, [Path(__file__).parent], timeout=120.0) as shared:
+        yield shared

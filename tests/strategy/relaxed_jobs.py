@@ -24,6 +24,7 @@ from torchmetrics import MeanMetric
 from lightning_autosync import AutoSyncStrategy, SyncPlan
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.plan import Consistency, Group, builders
+from lightning_autosync.relaxed.server.client import ParameterServer
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.strategy.job import STORE_PORT
 from lightning_autosync.strategy.relaxed import AVERAGING
@@ -282,6 +283,25 @@ def inside(folder: str, consistency: dict[str, Any]) -> dict[str, Any]:
     arguments = {"max_epochs": 2, "val_check_interval": 3, "enable_checkpointing": True, "callbacks": [best]}
     found = report(fit(relaxed(consistency), {"log": "scores"}, **arguments))
     return found | {"kept": len(best.best_k_models)}
+
+
+def steps_with_a_late_start(consistency: dict[str, Any]) -> list[list[int]]:
+    """``trainer.global_step`` of each rank at its validations; one rank begins when the other has stepped."""
+    steps: list[int] = []
+    started = ParameterServer.start
+
+    def start(client: ParameterServer) -> None:
+        if client._mesh.rank == 1:
+            time.sleep(0.5)
+        started(client)
+
+    class Counting(Callback):
+        def on_validation_end(self, trainer: Any, _: Any) -> None:
+            steps.append(trainer.global_step)
+
+    with mock.patch.object(ParameterServer, "start", start):
+        fit(relaxed(consistency), max_epochs=2, val_check_interval=3, callbacks=[Counting()])
+    return gather_json(steps)
 
 
 def patience() -> dict[str, float]:

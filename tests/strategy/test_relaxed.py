@@ -170,6 +170,11 @@ def test_checkpoints_and_validation_inside_an_epoch_of_equal_shares(duo, tmp_pat
         assert found["kept"] == 2
 
 
+def test_ranks_count_the_same_steps_even_if_one_starts_late(duo) -> None:
+    for found in duo.run(relaxed_jobs.steps_with_a_late_start, consistency=MODES["bounded staleness"]):
+        assert found == [[3, 6, 9, 12]] * 2
+
+
 def test_time_outs_reach_the_mesh_and_the_groups(duo) -> None:
     for seen in duo.run(relaxed_jobs.patience):
         assert seen == {"longest": 33.0, "interval": 0.25, "stall": 17.0}

@@ -18,7 +18,7 @@ from lightning_autosync.relaxed.server.gradients import Gradients, pack_gradient
 from lightning_autosync.relaxed.server.node import NodeExchange
 from lightning_autosync.relaxed.server.optimizer import OptimizerRule, check, hyperparameters, join
 from lightning_autosync.relaxed.server.protocol import Setup, pack_setup, parties_of
-from lightning_autosync.relaxed.server.rpc import PulledParameters, ServerRpc
+from lightning_autosync.relaxed.server.rpc import PulledParameters, ServerRpc, whole_steps
 from lightning_autosync.relaxed.server.server import ShardServer
 from lightning_autosync.relaxed.server.shards import ShardedModel
 from lightning_autosync.relaxed.transport.mesh import Mesh
@@ -255,6 +255,7 @@ class ParameterServer(Synchronizer):
         """
         check(state["optimizer"], self._shapes)
         self._loaded = state
+        self._pulled.progress = whole_steps(state["progress"])
 
     def close(self) -> None:
         if self._closed:

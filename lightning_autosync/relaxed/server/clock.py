@@ -50,7 +50,7 @@ class StalenessClock:
 
     @property
     def progress(self) -> float:
-        """Number of steps that the parameters represent: each push counts 1 / (parties at that time)."""
+        """Number of steps that the parameters represent: the sum of the weights of all pushes."""
         return self._progress
 
     @property
@@ -61,15 +61,15 @@ class StalenessClock:
     def __contains__(self, party: int) -> bool:
         return party in self._steps
 
-    def advance(self, party: int) -> int:
-        """Count one pushed step; returns the party's steps.
+    def advance(self, party: int, weight: float) -> int:
+        """Count one pushed step, which adds ``weight`` to the progress; returns the party's steps.
 
         Raises:
             KeyError: the party is not in the clock.
         """
         self._steps[party] += 1
         self._furthest = max(self._furthest, self._steps[party])
-        self._progress += 1.0 / len(self._steps)
+        self._progress += weight
         return self._steps[party]
 
     def may_read(self, party: int) -> bool:

@@ -221,6 +221,11 @@ def _server_gone(rank: int, why: str) -> ExchangeError:
     )
 
 
+def whole_steps(progress: float) -> int:
+    """The number of complete steps; ``progress`` is a sum of fractions, so it may lie just below a whole number."""
+    return int(progress + 1e-6)
+
+
 class PulledParameters:
     """Installs the answers of servers in the model, and tracks steps and versions.
 
@@ -268,8 +273,7 @@ class PulledParameters:
         if not mail.header["partial"]:
             self.versions[owner] = mail.header["version"]
         if owner == self.coordinator:
-            # Progress is a sum of fractions, so rounding may leave it just below a whole number.
-            self.progress = max(self.progress, int(mail.header["progress"] + 1e-6))
+            self.progress = max(self.progress, whole_steps(mail.header["progress"]))
         self.epochs[owner] = mail.header["epoch"]
         self.note(owner, mail.header["step"])
 

@@ -200,7 +200,8 @@ class ShardServer:
         else:
             share = 1.0 / self._setup.layout.workers
             self._store.update(add([push.gradients], share), push.settings)
-            self._clock.advance(party)
+            # A party that waits at the barrier still counts: it made its own part of these steps before.
+            self._clock.advance(party, 1.0 / len({self._party_of[rank] for rank in self._present}))
 
     def _go_on(self) -> None:
         """Apply a complete synchronous step, and answer workers that may read now."""
@@ -210,7 +211,7 @@ class ShardServer:
             total = add([push.gradients for push in pushes], 1.0 / workers)
             self._store.update(total, pushes[0].settings)
             for party in self._clock.parties:
-                self._clock.advance(party)
+                self._clock.advance(party, 1.0 / len(self._clock.parties))
         for rank, reader in sorted(self._readers.items()):
             party = self._party_of[rank]
             if rank not in self._pushes and party not in self._whole and self._clock.may_read(party):

@@ -45,7 +45,7 @@ class Schedule:
         self.computing.remove(worker)
         self.waiting.add(worker)
         self.pushed[worker] += 1
-        assert self.clock.advance(worker) == self.pushed[worker]
+        assert self.clock.advance(worker, 0.5) == self.pushed[worker]
 
     def wake(self) -> None:
         slowest = min(self.pushed.values())
@@ -78,36 +78,36 @@ def test_the_bound_holds_in_random_schedules() -> None:
 
 def test_without_staleness_all_march_in_step() -> None:
     clock = StalenessClock([0, 1, 2], 0)
-    clock.advance(0)
-    clock.advance(2)
+    clock.advance(0, 0.5)
+    clock.advance(2, 0.5)
     assert not clock.may_read(0)
-    clock.advance(1)
+    clock.advance(1, 0.5)
     assert all(clock.may_read(party) for party in clock.parties)
 
 
 def test_asynchronous_parties_never_wait() -> None:
     clock = StalenessClock([0, 1], None)
     for _ in range(100):
-        clock.advance(0)
+        clock.advance(0, 0.5)
         assert clock.may_read(0)
 
 
 def test_a_lost_party_is_waited_for_no_longer() -> None:
     clock = StalenessClock([0, 1], 1)
-    clock.advance(0)
-    clock.advance(0)
+    clock.advance(0, 0.5)
+    clock.advance(0, 0.5)
     assert not clock.may_read(0)
     clock.drop(1)
     assert clock.may_read(0)
     assert clock.parties == (0,)
     with pytest.raises(KeyError):
-        clock.advance(1)
+        clock.advance(1, 0.5)
 
 
 def test_a_barrier_brings_all_to_the_furthest_step() -> None:
     clock = StalenessClock([0, 1], 3)
     for _ in range(3):
-        clock.advance(1)
+        clock.advance(1, 0.5)
     assert clock.align() == 3
     assert clock.steps == {0: 3, 1: 3}
     assert clock.progress == 1.5
