@@ -12,7 +12,7 @@ demo: $(READY)
 # The others than unit tests start processes of their own, which wait for each other much of the time.
 test: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow" -n 3 tests/unit
-	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist loadfile --ignore tests/unit
+	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist loadgroup --ignore tests/unit
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -q

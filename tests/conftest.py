@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +24,30 @@ RANK_VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT",  # where an earlier test's store may still listen
 )  # fmt: skip
 
+POOLS = ("pool", "duo", "quartet|pair")
+"""Fixtures of processes that are shared by tests of many files."""
+
 torch.set_num_threads(1)  # tensors here are small, and tests' own workers want the other cores
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadgroup``, each worker of xdist runs all tests of a pool, or of a file."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByProcesses(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _processes(nodeid.split("::", 1)[0])
+
+    return ByProcesses(config, log)
+
+
+@cache
+def _processes(file: str) -> str:
+    """The pool that tests of a file use, or the file's name."""
+    text = (TESTS.parent / file).read_text()
+    return next((pool for pool in POOLS if re.search(rf"def test_\w+\([^)]*\b({pool})\b", text)), file)
 
 
 @pytest.fixture(autouse=True)

@@ -24,9 +24,17 @@ assert set(names) <= set(StrategyRegistry)
 assert set(names) - {{"autoddl"}} <= set(STRATEGY_REGISTRY)
 assert isinstance(StrategyRegistry.get("autoddl"), lightning_autosync.AutoDDLStrategy)
 """
+LIGHTNING_FIRST = """
+import sys, lightning.pytorch
+before = set(sys.modules)
+import lightning_autosync
+from lightning_autosync import AutoSyncStrategy, SyncPlan, ClusterSpec, builders, Workload
+tools = {'dgl', 'optuna', 'hydra', 'matplotlib'} & (set(sys.modules) - before)
+assert not tools, tools
+"""
 ORDERS = {
+    "lightning first, and training imports no tools": LIGHTNING_FIRST,
     "autosync first": "import lightning_autosync",
-    "lightning first": "import lightning.pytorch\nimport lightning_autosync",
     "class first": "from lightning_autosync import AutoSyncStrategy\nimport lightning_autosync",
 }
 
@@ -43,7 +51,7 @@ def test_names_are_registered_in_any_order_of_imports(order: str) -> None:
     run(f"{ORDERS[order]}\n{CHECK.format(names=list(STRATEGIES))}")
 
 
-def test_pytorch_lightning_has_its_own_class() -> None:
+def test_pytorch_lightning_has_its_own_class_and_the_package_may_be_imported_first() -> None:
     pytest.importorskip("pytorch_lightning")
     run(
         "import lightning_autosync\n"
@@ -59,16 +67,6 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         "assert not heavy, heavy\n"
         "public = {'AutoSyncStrategy', 'SyncPlan', 'ClusterSpec', 'builders', 'Workload'}\n"
         "assert public <= set(dir(lightning_autosync))\n"
-    )
-
-
-def test_training_imports_none_of_the_tools() -> None:
-    run(
-        "import sys, lightning.pytorch\n"
-        "before = set(sys.modules)\n"
-        "from lightning_autosync import AutoSyncStrategy, SyncPlan, ClusterSpec, builders, Workload\n"
-        "tools = {'dgl', 'optuna', 'hydra', 'matplotlib'} & (set(sys.modules) - before)\n"
-        "assert not tools, tools\n"
     )
 
 
