@@ -487,6 +487,11 @@ def shortened(text: str, most: int = _SHOWN) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: ``1 plan``, ``2 plans``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses duplicate keys (PyYAML would keep the last value) and documents that would need much memory."""
 
