@@ -38,6 +38,7 @@ from lightning_autosync.strategy.settings import (
     Scheduling,
     StrategySettings,
     Timeout,
+    names_class,
     read_settings,
 )
 from lightning_autosync.strategy.split import SplitReplica, follow_rank_zero
@@ -85,6 +86,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
     combined_loader: type
     """The framework's ``CombinedLoader``."""
 
+    @names_class
     def __init__(
         self,
         plan: HybridPlanArgument = None,

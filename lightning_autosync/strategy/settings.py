@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, Literal, ParamSpec
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError, PlanError
@@ -20,6 +22,7 @@ HeartbeatArgument = HeartbeatSettings | dict[str, float] | None
 Scheduling = Literal["batch"] | None
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 Timeout = timedelta | float | None
+_Arguments = ParamSpec("_Arguments")
 
 MIB = 1024 * 1024
 CHECK_REPLICAS = 1000
@@ -102,6 +105,25 @@ class StrategySettings:
         if isinstance(self.plan, SyncPlan):
             return self.plan.has_schedule
         return self.plan not in builders.relaxed_names()
+
+
+def names_class(constructor: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Decorate a constructor: errors of wrong arguments name the class that was called, and the nearest argument."""
+    signature = inspect.signature(constructor)
+
+    @wraps(constructor)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            known = list(signature.parameters)[1:]
+            unknown = next((name for name in kwargs if name not in known), "")
+            near = get_close_matches(unknown, known, 1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise TypeError(f"{type(args[0]).__name__}: {error}{hint}") from None
+        constructor(*args, **kwargs)
+
+    return checked
 
 
 def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[str, Any]]:
