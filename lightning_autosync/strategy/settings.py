@@ -16,7 +16,21 @@ from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
 from lightning_autosync.relaxed.transport.heartbeat import STALL, HeartbeatSettings, read_heartbeat, read_seconds
 
-PlanArgument = SyncPlan | str | os.PathLike[str] | None
+
+@dataclass(frozen=True)
+class PlanOfFile:
+    """A plan that another process has read from a file.
+
+    Attributes:
+        plan: the plan.
+        source: name of its file in errors.
+    """
+
+    plan: SyncPlan
+    source: str
+
+
+PlanArgument = SyncPlan | PlanOfFile | str | os.PathLike[str] | None
 ClusterArgument = ClusterSpec | str | os.PathLike[str] | None
 HeartbeatArgument = HeartbeatSettings | dict[str, float] | None
 Scheduling = Literal["batch"] | None
@@ -210,6 +224,8 @@ def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
     """The plan and its name in errors; text is a file if it looks like one, otherwise the name of a builder."""
     if value is None or isinstance(value, SyncPlan):
         return value, "plan"
+    if isinstance(value, PlanOfFile):
+        return value.plan, value.source
     if not isinstance(value, str | os.PathLike):
         raise PlanError(f"plan: expected a SyncPlan, a file or a builder's name, got {type(value).__name__}")
     text = os.fspath(value)
