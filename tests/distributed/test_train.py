@@ -16,6 +16,7 @@ from test_launch_slurm import QUICK
 from lightning_autosync.cli.train import objective, train
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError, PlanError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan, builders
@@ -206,6 +207,13 @@ def test_what_only_a_rank_can_know_gives_one_line_too(
     with pytest.raises(kind, match=message) as caught:
         train_rank(RankTraining(quick(**settings), str(tmp_path), nodes=1, devices=2))
     assert "\n" not in str(caught.value)
+
+
+def test_a_hybrid_plan_is_for_another_strategy(tmp_path: Path) -> None:
+    path = tmp_path / "split.yaml"
+    HybridPlan(mesh=(2,), layers=(LayerPlan(module="up", signature=("col",)),)).save(path)
+    with pytest.raises(PlanError, match=r"split\.yaml: 'autosync train' .*AutoDDLStrategy\(plan="):
+        run_job(quick(sync={"plan": str(path)}), tmp_path)
 
 
 @pytest.mark.slow
