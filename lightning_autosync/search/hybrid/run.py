@@ -90,6 +90,11 @@ class HybridTuningRun:
         self._graph = self._captured()
         self._search_seconds = 0.0
 
+    @property
+    def job(self) -> TuningJob:
+        """The tuned job."""
+        return self._job
+
     def run(self) -> HybridTuningResult:
         """Run the search and the trials. After a Ctrl-C, the result holds the trials made so far.
 
