@@ -148,8 +148,8 @@ def main() -> int:
     equal = worst < 1e-4
     console.print(f"Weights {'equal' if equal else 'DIFFER FROM'} DDP's up to floating-point order ({worst:.1e}).")
     console.print(
-        "The plan above shows what plans can say, and is not meant to be fast: on one machine no link is slow, and each "
-        "of its messages costs processor time. The strategy's own choice sums gradients in shared memory.",
+        "The plan above shows what plans can say, and is not meant to be fast: on one machine no link is slow, "
+        "and each of its messages costs processor time. The strategy's own choice sums gradients in shared memory.",
         highlight=False,
     )
     gain_on_uneven_links(console)

@@ -238,6 +238,11 @@ def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
     return text, f"builder '{text}'"
 
 
+def reason_of_given(source: str) -> str:
+    """The reason for a plan that the user gave, from its name in errors."""
+    return "given by the argument 'plan'" if source == "plan" else f"read from '{source}'"
+
+
 def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int | None:
     if megabytes is None:
         return None
