@@ -98,7 +98,7 @@ WORKLOAD = Workload(
 SPACE = PlanSpace(WORKLOAD, CLUSTER)
 
 RESULTS = (
-    "documents",
+    "documents.records",
     "measure.bench.document",
     "lab.collection.result",
     "lab.fitting.result",
