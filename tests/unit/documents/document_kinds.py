@@ -39,8 +39,7 @@ from lightning_autosync.hybrid.pricing import Pricing
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.lab.collection.result import CollectionResult
 from lightning_autosync.lab.collection.settings import CollectionSettings
-from lightning_autosync.lab.convergence.result import FORMAT as CONVERGENCE
-from lightning_autosync.lab.convergence.result import load_rates
+from lightning_autosync.lab.convergence.result import ConvergenceDocument, ConvergenceResult, TrainingRun, load_rates
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.lab.fitting import comparison as fitting_runs
 from lightning_autosync.lab.fitting.comparison import SimulatorAccuracy, tabulate
@@ -101,6 +100,7 @@ RESULTS = (
     "documents.records",
     "measure.bench.document",
     "lab.collection.result",
+    "lab.convergence.result",
     "lab.fitting.result",
     "lab.rehearsal.outcome",
     "lab.validation.result",
@@ -535,7 +535,7 @@ def _read_timelines(folder: Path) -> Use:
 
 def _make_rates(folder: Path) -> list[str]:
     settings = _convergence().model_dump(mode="json")
-    data = {"format": CONVERGENCE, "settings": settings, "rates": {"ddp": 0.1, "own": 0.2}, "runs": []}
+    data = {"format": ConvergenceDocument.FORMAT, "settings": settings, "rates": {"ddp": 0.1, "own": 0.2}, "runs": []}
     write_text(folder / "result.json", json.dumps(data))
     return ["result.json"]
 
@@ -662,6 +662,7 @@ def _results() -> dict[str, Result]:
             measuring=0.2,
             stepping=0.1,
         ),
+        "converge": _comparison(),
         "fit": FitResult(
             settings=_fitting("data"),
             constants=constants,
@@ -683,6 +684,16 @@ def _results() -> dict[str, Result]:
             cases=(CaseResult.model_validate(case),),
         ),
     }
+
+
+def _comparison() -> ConvergenceDocument:
+    settings = _convergence()
+    runs = [
+        TrainingRun(method, speed, 0, 0.1, 90.0, 1.0, 2.0, (3, 4), (0.1, 0.2), None, (8, 8), (1.0,), (90.0,), None)
+        for method in settings.chosen_methods
+        for speed in settings.chosen_speeds
+    ]
+    return ConvergenceResult(settings, 8, dict.fromkeys(settings.chosen_methods, 0.1), runs, [], {}).document()
 
 
 def _make_results(folder: Path) -> list[str]:
