@@ -63,6 +63,7 @@ from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hosts import Bound, emulated_hosts
 from lightning_autosync.measure.interleaving import TrialMeasurement
 from lightning_autosync.measure.models.recipes import Paced
+from lightning_autosync.measure.probe.document import ProbeDocument
 from lightning_autosync.measure.session import Contender
 from lightning_autosync.measure.step_time import Interval
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
@@ -99,6 +100,7 @@ SPACE = PlanSpace(WORKLOAD, CLUSTER)
 RESULTS = (
     "documents.records",
     "measure.bench.document",
+    "measure.probe.document",
     "lab.collection.result",
     "lab.convergence.result",
     "lab.fitting.result",
@@ -670,6 +672,20 @@ def _results() -> dict[str, Result]:
             comparison=tabulate(runs),
             runs=runs,
             seconds={"fitting": 0.1},
+        ),
+        "probe": ProbeDocument(
+            settings={"ranks": 2},
+            cluster=CLUSTER.to_dict(),
+            nodes=({"name": "a", "up": 1e6},),
+            own_trip=1e-5,
+            pairs=({"nodes": [0, 1], "alone": [1e6, None]},),
+            sharing={"opposite": 0.9, "fan": 0.8},
+            burst=None,
+            links=({"from": "a", "to": "b", "rate": 1e6, "latency": 1e-4},),
+            constants=constants,
+            costs={"copy_rate": 1e9},
+            transfers=3,
+            seconds=1.5,
         ),
         "rehearse": RehearsalResult(
             settings=_REHEARSAL,
