@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lightning_autosync import AutoSyncStrategy, ClusterSpec, SyncPlan
 from lightning_autosync.cluster import resolve_cluster
-from lightning_autosync.measure.bench.output import result_table
+from lightning_autosync.measure.bench.output import ddp_legend, result_table
 from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.errors import LaunchError
@@ -137,6 +137,8 @@ def gain_on_uneven_links(console: Console) -> None:
             console.print(f"Not measured: {error}.")
             return
     console.print(result_table(result))
+    for line in ddp_legend(result):
+        console.print(line, highlight=False)
 
 
 def main() -> int:
@@ -145,6 +147,11 @@ def main() -> int:
     worst = train_beside_ddp(console)
     equal = worst < 1e-4
     console.print(f"Weights {'equal' if equal else 'DIFFER FROM'} DDP's up to floating-point order ({worst:.1e}).")
+    console.print(
+        "The plan above shows what plans can say, and is not meant to be fast: on one machine no link is slow, "
+        "and each of its messages costs processor time. The strategy's own choice sums gradients in shared memory.",
+        highlight=False,
+    )
     gain_on_uneven_links(console)
     return 0 if equal else 1
 

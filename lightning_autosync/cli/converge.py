@@ -38,6 +38,6 @@ def converge(configuration: dict[str, Any], directory: Path) -> None:
         console.print(result_table(result, speed))
     for line in remarks(result):
         console.print(line, soft_wrap=True, highlight=False)
-    write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+    result.document().write(directory)
     draw(result, directory / "result.png")
     console.print(f"{directory / 'result.json'}, {directory / 'result.png'}", soft_wrap=True, highlight=False)

@@ -62,7 +62,8 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
         return
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     constants = Constants() if settings.constants is None else Constants.load(settings.constants)
-    print(predict_step(_plan(settings, workload, cluster), workload, cluster, directory, constants), end="")
+    plan = _plan(settings, workload, cluster)
+    print(predict_step(plan, workload, cluster, directory, constants, settings.plan), end="")
     print(f"{directory}: result.json, timeline.svg, timeline.png, trace.json")
 
 

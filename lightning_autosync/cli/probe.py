@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch.distributed as dist
 
 from lightning_autosync.cli.tables import table_console
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.probe.document import ProbeDocument
 from lightning_autosync.measure.probe.job import probe_ranks
 from lightning_autosync.measure.probe.settings import ProbeSettings
 from lightning_autosync.measure.probe.table import link_rows, links_table, nodes_table, pairs_table
@@ -40,14 +39,14 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
         answer = found
     truth = settings.emulated_cluster()
     cluster = ClusterSpec.from_dict(answer["cluster"], source="probe")
-    result = {**answer, "settings": settings.model_dump(mode="json"), "links": link_rows(cluster, truth)}
+    result = ProbeDocument(**answer, settings=settings.model_dump(mode="json"), links=tuple(link_rows(cluster, truth)))
     console = table_console()
     console.print(nodes_table(answer, cluster))
     if cluster.links:
         console.print(pairs_table(answer))
         console.print(links_table(cluster, truth))
     console.print(f"{answer['transfers']} transfers, {answer['seconds']:.0f} s", highlight=False)
-    write_text(directory / "result.json", json.dumps(result) + "\n")
+    result.write(directory)
     files = ["result.json", "cluster.yaml"]
     cluster.save(directory / "cluster.yaml")
     if answer["constants"] is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lightning_autosync.documents import counted
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.targets import check_target
 from lightning_autosync.training.job import run_job
@@ -37,7 +38,7 @@ def summary(result: dict[str, Any]) -> list[str]:
     ]
     if plan is not None:
         mode = plan.get("consistency", {}).get("mode", "synchronous")
-        lines.append(f"plan: {mode}, {len(plan['groups'])} message(s), {', '.join(_topologies(plan))}")
+        lines.append(f"plan: {mode}, {counted(len(plan['groups']), 'message')}, {', '.join(_topologies(plan))}")
     if median is not None:
         lines.append(f"median step: {1e3 * median:.1f} ms")
     return lines + [f"{name}: {value:.4g}" for name, value in sorted(result["metrics"].items())]

@@ -14,14 +14,15 @@ from lightning_autosync.search.hybrid.result import RESULT, HybridTuningResult
 from lightning_autosync.search.hybrid.run import HybridTuningRun
 from lightning_autosync.search.tuning.settings import TuningSettings
 
-PLAN, REPORT = "plan.yaml", "report.html"
+PLAN, WORKLOAD, CLUSTER, REPORT = "plan.yaml", "workload.yaml", "cluster.yaml", "report.html"
 _LOCK = ".tune.lock"
 
 
 def tune_hybrid(settings: TuningSettings, directory: Path, console: Console) -> HybridTuningResult:
     """Run the search; write ``plan.yaml``, ``rates.yaml``, ``result.json``, the study and ``report.html``.
 
-    All files are in ``directory``. The same command with the same directory resumes an earlier run.
+    All files are in ``directory``, with ``workload.yaml`` and ``cluster.yaml`` for ``autosync predict``. The same
+    command with the same directory resumes an earlier run.
 
     Raises:
         AutoSyncError: a setting is wrong, workers cannot be started, or nothing ran.
@@ -29,13 +30,16 @@ def tune_hybrid(settings: TuningSettings, directory: Path, console: Console) -> 
     """
     refusal = TuningError(f"{directory}: another process uses this run directory; wait until it ends")
     with held(directory / _LOCK, refusal):
-        result = HybridTuningRun(settings, directory).run()
+        run = HybridTuningRun(settings, directory)
+        result = run.run()
         for line in result.lines():
             console.print(line)
         plan = result.plan
         if plan is not None:
             plan.save(directory / PLAN)
         result.write(directory)
+        run.job.workload.save(directory / WORKLOAD)
+        run.job.cluster.save(directory / CLUSTER)
         write_hybrid_report(result, directory / REPORT)
     if isinstance(plan, HybridPlan):
         console.print(plan.describe(), end="")

@@ -196,7 +196,11 @@ class StoppingRule:
 
 
 def measure_in_turns(
-    session: Session, measurements: Sequence[TrialMeasurement], rule: StoppingRule, warm_up: int
+    session: Session,
+    measurements: Sequence[TrialMeasurement],
+    rule: StoppingRule,
+    warm_up: int,
+    decided: Callable[[TrialMeasurement], None] | None = None,
 ) -> None:
     """Measure until every contender is decided. If one fails, the others keep their steps and continue.
 
@@ -205,6 +209,7 @@ def measure_in_turns(
         measurements: measurements to make; those that are decided already are skipped.
         rule: decides when each is done.
         warm_up: number of steps after each set-up that are not counted.
+        decided: called with each measurement when it has ended.
 
     Raises:
         LaunchError: workers cannot be started again.
@@ -212,6 +217,8 @@ def measure_in_turns(
     for turns in alternating_rounds(lambda: [one for one in measurements if one.state == "running"]):
         for measurement in turns:
             _take_turn(session, measurement, rule, warm_up)
+            if decided is not None and measurement.state != "running":
+                decided(measurement)
 
 
 def _take_turn(session: Session, measurement: TrialMeasurement, rule: StoppingRule, warm_up: int) -> None:

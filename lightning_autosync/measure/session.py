@@ -13,6 +13,7 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import counted
 from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.conditions import LoadMeter, machine
 from lightning_autosync.measure.emulation.check import LinkCheck, measured_links
@@ -218,7 +219,7 @@ class MeasurementSession:
             self._check_ranks(self._job)
             self._job.renew()
             return self._job
-        _log.info("starting %d workers", self._cluster.world_size)
+        _log.info("starting %s", counted(self._cluster.world_size, "worker"))
         scheduling = None if self._scheduling == "none" else self._scheduling
         return WorkerPool(self._cluster.world_size, self._launch, timeout=self._timeout, scheduling=scheduling)
 

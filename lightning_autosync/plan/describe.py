@@ -7,6 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
+from lightning_autosync.documents import counted
 from lightning_autosync.plan.spec import Group, SyncPlan
 from lightning_autosync.workload import Workload
 
@@ -33,7 +34,7 @@ def _title(plan: SyncPlan) -> str:
     mode = consistency.pop("mode")
     details = ", ".join(f"{name} {value}" for name, value in consistency.items())
     return (
-        f"plan {plan.fingerprint}: {plan.world_size} ranks, {mode}{f' ({details})' if details else ''}, "
+        f"plan {plan.fingerprint}: {counted(plan.world_size, 'rank')}, {mode}{f' ({details})' if details else ''}, "
         f"semantics {plan.semantics}"
     )
 

@@ -33,6 +33,7 @@ def open_synchronizer(
     cluster: ClusterSpec | None = None,
     timeout: float = 1800.0,
     stall: float = STALL,
+    source: str = "plan",
 ) -> Synchronizer:
     """The synchronizer of this worker, not started, for a relaxed plan or a synchronous plan with parameter servers.
 
@@ -45,6 +46,7 @@ def open_synchronizer(
         cluster: the nodes; needed if the workers of a node push one sum (``local_aggregation``).
         timeout: seconds to wait for other workers or for servers.
         stall: seconds without progress after which the average of a group fails.
+        source: name of the plan in errors.
 
     Raises:
         PlanError: plan, model, mesh and optimizer do not fit each other.
@@ -56,12 +58,12 @@ def open_synchronizer(
             f"plan: {plan.world_size} ranks and {plan.servers} server-only ranks do not match a mesh of {mesh.size} "
             "ranks"
         )
-    check_variables(plan, workload, "plan")
+    check_variables(plan, workload, source)
     consistency = plan.consistency
     if consistency.mode in ("partial_reduce", "periodic"):
         if plan.servers:
-            raise PlanError(f"plan: servers: mode '{consistency.mode}' uses no servers; remove this field")
-        _check_groups(plan)
+            raise PlanError(f"{source}: servers: mode '{consistency.mode}' uses no servers; remove this field")
+        _check_groups(plan, source)
         kind = PartialReduce if consistency.mode == "partial_reduce" else Periodic
         return kind(mesh, ModelTensors.of(module), consistency, timeout=timeout, stall=stall)
     if optimizer is None:
@@ -69,7 +71,7 @@ def open_synchronizer(
     return ParameterServer(
         mesh,
         variable_names(module),
-        server_layout(plan, workload),
+        server_layout(plan, workload, source),
         optimizer,
         consistency,
         buffers=PersistentBuffers(module),
@@ -78,12 +80,12 @@ def open_synchronizer(
     )
 
 
-def _check_groups(plan: SyncPlan) -> None:
+def _check_groups(plan: SyncPlan, source: str) -> None:
     """Raise ``PlanError`` if a plan that averages models has settings for gradients."""
     for index, group in enumerate(plan.groups):
         for name in _OF_GRADIENTS:
             if getattr(group, name) != Group.model_fields[name].default:
                 raise PlanError(
-                    f"plan: groups[{index}] '{group.name}': {name}: mode '{plan.consistency.mode}' averages models, "
-                    "so this setting has no effect; remove it"
+                    f"{source}: groups[{index}] '{group.name}': {name}: mode '{plan.consistency.mode}' averages "
+                    "models, so this setting has no effect; remove it"
                 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import as_yaml, write_text
+from lightning_autosync.documents import as_yaml, counted, write_text
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.report.figures.hybrid import mesh_picture, predictions_picture
@@ -102,7 +102,7 @@ def _megabytes(size: float | None) -> str:
 def _facts(result: HybridTuningResult, cluster: ClusterSpec) -> dict[str, str]:
     limit = result.settings.get("parallel", {}).get("memory")
     return {
-        "ranks": f"{cluster.world_size} on {len(cluster.nodes)} nodes",
+        "ranks": f"{cluster.world_size} on {counted(len(cluster.nodes), 'node')}",
         "parameters": f"{result.weight_bytes / 1e6:.1f} MB",
         "search by prediction": f"{result.search_seconds:.2f} s",
         "memory of a rank": "any" if limit is None else f"{limit / 1e6:.0f} MB at most",

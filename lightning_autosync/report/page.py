@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightning_autosync.documents import Record, checked, write_text
+from lightning_autosync.documents import Record, checked, counted, write_text
 from lightning_autosync.errors import PlanError
 from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
@@ -153,10 +153,11 @@ def _final_rows(run: TuningRun) -> list[dict[str, str]]:
 def _facts(run: TuningRun) -> dict[str, str]:
     """Facts about what was tuned and how long that took."""
     workload, cluster, timing = run.workload, run.cluster, run.result.timing
+    variables, nodes = counted(len(workload.variables), "variable"), counted(len(cluster.nodes), "node")
     facts = {
-        "model": f"{workload.name}: {len(workload.variables)} variables, {workload.bytes / 1e6:.1f} MB of gradients",
+        "model": f"{workload.name}: {variables}, {workload.bytes / 1e6:.1f} MB of gradients",
         "compute": f"forward {milliseconds(workload.forward_time)}, backward {milliseconds(workload.backward_time)}",
-        "cluster": f"{cluster.name}: {cluster.world_size} ranks on {len(cluster.nodes)} nodes{_rates(run)}",
+        "cluster": f"{cluster.name}: {cluster.world_size} ranks on {nodes}{_rates(run)}",
         "semantics": run.result.semantics,
         "sampler": run.sampler + ("" if run.seed is None else f", seed {run.seed}"),
     }

@@ -27,17 +27,19 @@ def predict(
     cluster: ClusterSpec,
     directory: str | os.PathLike[str] | None = None,
     constants: Constants | None = None,
+    source: str = "plan",
 ) -> str:
     """The predicted step of a plan as text; with a ``directory`` also as pictures and data.
 
     The files are ``timeline.svg``, ``timeline.png``, ``trace.json`` (for Chrome's viewer) and ``result.json``.
+    ``source`` names the plan in errors.
 
     Raises:
         PlanError: plan, workload and cluster do not fit each other.
         ClusterError: the rates of the cluster are unknown.
     """
     constants = constants or Constants()
-    prediction = Replay(workload, cluster, constants).predict(compile_plan(plan, workload, cluster))
+    prediction = Replay(workload, cluster, constants).predict(compile_plan(plan, workload, cluster, source))
     bounds = _Bounds(
         least_step(workload, cluster, constants.framing, constants.burst),
         synchronization_bound(workload, cluster, constants.framing, constants.burst),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from lightning_autosync.documents import counted
 from lightning_autosync.measure.step_time import CONFIDENCE, Interval
 from lightning_autosync.report.rendering import milliseconds
 from lightning_autosync.report.tuning_run import TuningRun
@@ -98,12 +99,13 @@ def _loose_times(run: TuningRun) -> Iterator[str]:
 def _search(run: TuningRun) -> Iterator[str]:
     states = [trial.state for trial in run.trials]
     pruned, failed = states.count("pruned"), states.count("failed")
-    yield f"The search tried {len(states)} plans; {pruned} were stopped early as clear losers and {failed} failed."
+    tried = counted(len(states), "plan")
+    yield f"The search tried {tried}; {pruned} were stopped early as clear losers and {failed} failed."
     if run.hit_rate is not None:
         hits = sum(run.hit(trial) for trial in run.proposals)
         yield f"Of {len(run.proposals)} proposals of the sampler {hits} ({run.hit_rate:.0%}) beat the best builder."
     if run.trials_to_98 is not None:
-        yield f"98% of the final speed was reached after {run.trials_to_98} trials."
+        yield f"98% of the final speed was reached after {counted(run.trials_to_98, 'trial')}."
     if run.drift.seen:
         yield f"The machine's speed drifted by {run.drift.spread:.0%}. Times of trials are therefore relative to a"
         yield "reference plan, which was measured repeatedly."

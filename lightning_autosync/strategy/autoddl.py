@@ -38,7 +38,9 @@ from lightning_autosync.strategy.settings import (
     Scheduling,
     StrategySettings,
     Timeout,
+    names_class,
     read_settings,
+    reason_of_given,
 )
 from lightning_autosync.strategy.split import SplitReplica, follow_rank_zero
 
@@ -85,6 +87,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
     combined_loader: type
     """The framework's ``CombinedLoader``."""
 
+    @names_class
     def __init__(
         self,
         plan: HybridPlanArgument = None,
@@ -236,7 +239,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         """The plans to try, and the batch on which to try them."""
         agree(self._check_arguments, lambda _: self._arguments())
         if isinstance(self._given, SyncPlan):
-            return Choice(reason=f"as '{self._source}' states"), None
+            return Choice(reason=reason_of_given(self._source)), None
         if self._given is not None:
             return self._as_given(self._given, trainer)
         cluster, world = self._settings.cluster, self.num_nodes * self.num_processes
@@ -276,8 +279,8 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         world = self.num_nodes * self.num_processes
         agree(lambda: check_plan(given, self._plain, world, self._source), lambda _: {})
         if given.is_data_parallel:
-            return Choice(reason=f"required by '{self._source}'"), None
-        return Choice((given,), f"given as '{self._source}'"), self._first_batch(trainer)
+            return Choice(reason=reason_of_given(self._source)), None
+        return Choice((given,), reason_of_given(self._source)), self._first_batch(trainer)
 
     def _first_batch(self, trainer: Any) -> FirstBatch:
         """This rank's first batch; an error if any rank has none."""

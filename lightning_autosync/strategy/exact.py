@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, gather_json, group_device
 from lightning_autosync.engine.compressor_state import ParameterStates
@@ -322,7 +323,7 @@ class ExactReplica(Replica):
         found = self._resolution
         rank_zero_info(
             f"AutoSync: plan {found.plan.fingerprint} ({found.plan.semantics}, "
-            f"{found.plan.world_size} ranks, {len(found.plan.groups)} messages, "
+            f"{counted(found.plan.world_size, 'rank')}, {counted(len(found.plan.groups), 'message')}, "
             f"{found.workload.bytes / 1e6:.3g} MB): {found.reason}"
         )
         engine = Engine(

@@ -29,6 +29,7 @@ from lightning_autosync.strategy.settings import (
     Scheduling,
     StartMethod,
     Timeout,
+    names_class,
     read_settings,
 )
 
@@ -63,6 +64,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
     synchronized gradients. ``fabric.save`` and ``fabric.load`` include the state of compressors with each module.
     """
 
+    @names_class
     def __init__(
         self,
         plan: PlanArgument = None,

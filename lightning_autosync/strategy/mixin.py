@@ -32,6 +32,7 @@ from lightning_autosync.strategy.settings import (
     StartMethod,
     StrategySettings,
     Timeout,
+    names_class,
     read_settings,
 )
 from lightning_autosync.strategy.trainer import (
@@ -89,6 +90,7 @@ class AutoSyncMixin(_Base):
 
     model: nn.Module | None
 
+    @names_class
     def __init__(
         self,
         plan: PlanArgument = None,

@@ -218,6 +218,7 @@ class RelaxedReplica(Replica):
             cluster=found.cluster,
             timeout=self._settings.timeout,
             stall=self._settings.stall,
+            source=self._settings.source,
         )
         self._checkpoint.begin(self._synchronizer, optimizers[0], variable_names(self._module))
         if not self.rejoined and not self._in_step:

@@ -16,7 +16,7 @@ from lightning_autosync.errors import ClusterError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.choice import choose_plan
-from lightning_autosync.strategy.settings import StrategySettings, check_semantics
+from lightning_autosync.strategy.settings import StrategySettings, check_semantics, reason_of_given
 from lightning_autosync.workload import Workload, describe, variable_names
 from lightning_autosync.workload.description import EMBEDDINGS, parameter_owners
 
@@ -86,7 +86,7 @@ def resolve(
     cluster = _cluster(settings, nodes, devices)
     workload = describe(module, also=also)
     if isinstance(settings.plan, SyncPlan):
-        plan, reason = settings.plan, f"given as '{settings.source}'"
+        plan, reason = settings.plan, reason_of_given(settings.source)
         workload = _by_rows(workload, large_tables(module, also) & _alone(plan))
     else:
         workload = _by_rows(workload, large_tables(module, also))

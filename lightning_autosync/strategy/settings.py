@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, Literal, ParamSpec
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.hybrid.plan import is_hybrid
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
 from lightning_autosync.relaxed.transport.heartbeat import STALL, HeartbeatSettings, read_heartbeat, read_seconds
 
-PlanArgument = SyncPlan | str | os.PathLike[str] | None
+
+@dataclass(frozen=True)
+class PlanOfFile:
+    """A plan that another process has read from a file.
+
+    Attributes:
+        plan: the plan.
+        source: name of its file in errors.
+    """
+
+    plan: SyncPlan
+    source: str
+
+
+PlanArgument = SyncPlan | PlanOfFile | str | os.PathLike[str] | None
 ClusterArgument = ClusterSpec | str | os.PathLike[str] | None
 HeartbeatArgument = HeartbeatSettings | dict[str, float] | None
 Scheduling = Literal["batch"] | None
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 Timeout = timedelta | float | None
+_Arguments = ParamSpec("_Arguments")
 
 MIB = 1024 * 1024
 CHECK_REPLICAS = 1000
@@ -102,6 +120,25 @@ class StrategySettings:
         if isinstance(self.plan, SyncPlan):
             return self.plan.has_schedule
         return self.plan not in builders.relaxed_names()
+
+
+def names_class(constructor: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Decorate a constructor: errors of wrong arguments name the class that was called, and the nearest argument."""
+    signature = inspect.signature(constructor)
+
+    @wraps(constructor)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            known = list(signature.parameters)[1:]
+            unknown = next((name for name in kwargs if name not in known), "")
+            near = get_close_matches(unknown, known, 1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise TypeError(f"{type(args[0]).__name__}: {error}{hint}") from None
+        constructor(*args, **kwargs)
+
+    return checked
 
 
 def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[str, Any]]:
@@ -188,13 +225,22 @@ def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
     """The plan and its name in errors; text is a file if it looks like one, otherwise the name of a builder."""
     if value is None or isinstance(value, SyncPlan):
         return value, "plan"
+    if isinstance(value, PlanOfFile):
+        return value.plan, value.source
     if not isinstance(value, str | os.PathLike):
         raise PlanError(f"plan: expected a SyncPlan, a file or a builder's name, got {type(value).__name__}")
     text = os.fspath(value)
     if isinstance(value, os.PathLike) or text.endswith((".yaml", ".yml", ".json")) or os.path.dirname(text):
+        if is_hybrid(text):
+            raise PlanError(f"{text}: hybrid plans split operators; use AutoDDLStrategy(plan={text!r}) for them")
         return SyncPlan.load(text), text
     builders.find(text)
     return text, f"builder '{text}'"
+
+
+def reason_of_given(source: str) -> str:
+    """The reason for a plan that the user gave, from its name in errors."""
+    return "given by the argument 'plan'" if source == "plan" else f"read from '{source}'"
 
 
 def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int | None:

@@ -30,6 +30,7 @@ from lightning_autosync.errors import ClusterError, DocumentError, UnwritableErr
 from lightning_autosync.measure.models.recipes import Batch, Model, model_of
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
+from lightning_autosync.strategy.settings import PlanOfFile
 from lightning_autosync.targets import make, make_arguments
 from lightning_autosync.training.settings import TrainingSettings
 
@@ -227,7 +228,7 @@ def _strategy(job: RankTraining) -> Strategy:
     try:
         if sync.strategy == "ddp":
             return DDPStrategy(**common, **sync.arguments)
-        plan = job.plan if job.plan is not None else sync.plan
+        plan = sync.plan if job.plan is None else PlanOfFile(job.plan, str(sync.plan))
         return AutoSyncStrategy(plan, sync.semantics, job.cluster, **common, **sync.arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, DocumentError):

@@ -111,7 +111,7 @@ def test_behind_emulated_links():
         "seeds": 1,
     }
     found = compare(ConvergenceSettings.parse(settings))
-    assert found.to_dict()["emulated"] == {"compute": True, "links": True}
+    assert found.document().emulated == {"compute": True, "links": True}
     for name in methods:
         (run,) = found.of(name, "slow")
         assert run.steps == [4, 4, 4]

@@ -12,6 +12,7 @@ import pytest
 from lightning_autosync.cli.probe import probe, run_probe
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.probe.document import ProbeDocument
 from lightning_autosync.measure.probe.settings import ProbeSettings
 from lightning_autosync.measure.probe.table import link_rows
 from lightning_autosync.measure.workers import LaunchError
@@ -108,9 +109,9 @@ def test_the_local_machine_is_one_node_and_the_files_can_be_read(tmp_path, capsy
     for name in ("frame_cost", "message_cost", "collective_cost", "gradient_cost", "merge_cost"):
         assert 0 < getattr(constants, name) < 5e-3, name
     assert 0 <= constants.wake_up < 5e-3
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["format"] == "autosync-probe/1"
-    assert set(result["costs"]["small_collectives"]) == {"none", "batch"}
+    result = ProbeDocument.read(tmp_path)
+    assert result.costs is not None
+    assert set(result.costs["small_collectives"]) == {"none", "batch"}
     assert "constants.yaml" in capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from test_launch_slurm import QUICK
 from lightning_autosync.cli.train import objective, train
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError, PlanError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan, builders
@@ -207,12 +209,20 @@ def test_what_only_a_rank_can_know_gives_one_line_too(
     assert "\n" not in str(caught.value)
 
 
+def test_a_hybrid_plan_is_for_another_strategy(tmp_path: Path) -> None:
+    path = tmp_path / "split.yaml"
+    HybridPlan(mesh=(2,), layers=(LayerPlan(module="up", signature=("col",)),)).save(path)
+    with pytest.raises(PlanError, match=r"split\.yaml: 'autosync train' .*AutoDDLStrategy\(plan="):
+        run_job(quick(sync={"plan": str(path)}), tmp_path)
+
+
 @pytest.mark.slow
 def test_what_all_ranks_refuse_is_told_as_they_say_it(tmp_path: Path) -> None:
     """A plan for another model: only a rank has the model."""
     builders.ps(Workload(name="other", variables=(Variable(name="w", shape=(2,)),)), ClusterSpec.uniform(2)).save(
         tmp_path / "plan.yaml"
     )
-    with pytest.raises(PlanError, match=r"^plan: .*'w'") as caught:
-        run_job(quick(sync={"plan": str(tmp_path / "plan.yaml")}), tmp_path)
+    path = str(tmp_path / "plan.yaml")
+    with pytest.raises(PlanError, match=rf"^{re.escape(path)}: .*'w'") as caught:
+        run_job(quick(sync={"plan": path}), tmp_path)
     assert "\n" not in str(caught.value)

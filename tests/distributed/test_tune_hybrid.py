@@ -19,6 +19,7 @@ from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.hybrid.result import is_hybrid_run, plan_of, read_hybrid_result
 from lightning_autosync.search.storages import open_storage
+from lightning_autosync.workload import Workload
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 SHORT = ("trial.min_steps=1", "trial.max_steps=2", "trial.warm_up=1", "rounds=1", "steps=1", "warm_up=1", "finalists=1")
@@ -72,6 +73,8 @@ def test_it_leaves_a_plan_a_study_a_result_and_a_report(found: tuple[Path, str])
     assert kind.load(run / "plan.yaml") == result.plan
     assert f"best plan: {result.best.name}" in printed
     assert HybridRates.load(run / "rates.yaml").to_dict() == result.rates
+    assert ClusterSpec.load(run / "cluster.yaml").to_dict() == result.cluster
+    assert Workload.load(run / "workload.yaml").variables
     assert "<svg" in (run / "report.html").read_text()
     study = optuna.load_study(storage=open_storage(run / "study.journal"), study_name="tune")
     assert len(study.get_trials()) == len(result.trials)

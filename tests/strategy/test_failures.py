@@ -8,9 +8,10 @@ from pathlib import Path
 import jobs
 import pytest
 
-from lightning_autosync import AutoSyncStrategy, SyncPlan
+from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, SyncPlan
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError, PlanError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.plan import builders
 from lightning_autosync.workload import Variable, Workload
 
@@ -75,6 +76,22 @@ def test_semantics_above_the_allowed_fail_in_the_constructor(tmp_path) -> None:
 def test_a_strategy_can_be_copied_before_launch(tmp_path) -> None:
     strategy = AutoSyncStrategy(plan=save_plan(tmp_path / "plan.yaml"), start_method="spawn")
     assert copy.deepcopy(strategy._settings) == strategy._settings
+
+
+def test_a_hybrid_plan_is_for_another_strategy(tmp_path: Path) -> None:
+    path = tmp_path / "split.yaml"
+    HybridPlan(mesh=(2,), layers=(LayerPlan(module="up", signature=("col",)),)).save(path)
+    with pytest.raises(PlanError, match=r"split\.yaml: hybrid plans .* AutoDDLStrategy\(plan="):
+        AutoSyncStrategy(plan=path)
+
+
+@pytest.mark.parametrize("strategy", [AutoSyncStrategy, AutoSyncFabricStrategy, AutoDDLStrategy])
+def test_a_misspelt_argument_names_the_class_and_the_nearest_argument(strategy: type) -> None:
+    said = f"^{strategy.__name__}: got an unexpected keyword argument "
+    with pytest.raises(TypeError, match=said + r"'plann'; did you mean 'plan'\?$"):
+        strategy(plann="ps")
+    with pytest.raises(TypeError, match=said + "'zzz'$"):
+        strategy(zzz=1)
 
 
 def same_error(found: list[str], *words: str) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PositiveFloat
+import numpy
+from pydantic import ConfigDict, Field, PositiveFloat
+from typing_extensions import Self
 
-from lightning_autosync.documents import Configuration, Record, check_format, read_data
+from lightning_autosync.documents import Configuration, Index, Record, Result, check_format, read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
-
-FORMAT = "autosync-convergence/1"
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,39 @@ class Summary:
     apart: int
 
 
+class ConvergenceDocument(Result):
+    """``autosync-convergence/1``: the result document of a comparison.
+
+    Attributes:
+        settings: settings of the comparison, as plain data.
+        emulated: whether computation and links are emulated.
+        model_bytes: bytes of the model's parameters.
+        all_reduce_bytes: bytes that a rank sends per step in a ring all-reduce.
+        rates: learning rate of each method.
+        conditions: versions, load and policies.
+        summaries: summaries by speed and method, with None instead of an infinite time.
+        runs, tuning: compared trainings, and those that chose learning rates.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-convergence/1"
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    settings: dict[str, Any]
+    emulated: dict[str, bool]
+    model_bytes: Index
+    all_reduce_bytes: float
+    rates: dict[str, float]
+    conditions: dict[str, Any]
+    summaries: dict[str, dict[str, Summary]]
+    runs: tuple[TrainingRun, ...]
+    tuning: tuple[TrainingRun, ...]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Like `Document.load`, but infinities and NaN are allowed: a training that diverged has no final metric."""
+        return cls.from_dict(read_data(path, finite=False), str(path))
+
+
 @dataclass(frozen=True)
 class ConvergenceResult:
     """One comparison.
@@ -152,7 +186,8 @@ class ConvergenceResult:
         return Summary(
             runs=len(runs),
             final=statistics.mean(finals),
-            deviation=statistics.stdev(finals) if len(finals) > 1 else 0.0,
+            # Not by `statistics`, which fails at the NaN of a training that diverged.
+            deviation=float(numpy.std(finals, ddof=1)) if len(finals) > 1 else 0.0,
             difference=statistics.mean(finals) - statistics.mean(run.final for run in reference),
             reached=None if self.settings.target is None else reached,
             times=sorted(run.reached for run in runs if run.reached is not None),
@@ -174,24 +209,23 @@ class ConvergenceResult:
         workers = self.settings.workers
         return 2 * (workers - 1) / workers * self.model_bytes
 
-    def to_dict(self) -> dict[str, Any]:
-        """The whole result as plain data."""
+    def document(self) -> ConvergenceDocument:
+        """The whole result as a document."""
         settings = self.settings
-        return {
-            "format": FORMAT,
-            "settings": settings.model_dump(mode="json"),
-            "emulated": {"compute": settings.pace is not None, "links": settings.emulates_links},
-            "model_bytes": self.model_bytes,
-            "all_reduce_bytes": self.ring_bytes,
-            "rates": self.rates,
-            "conditions": self.conditions,
-            "summaries": {
-                speed: {name: _plain(self.summary(name, speed)) for name in settings.chosen_methods}
+        return ConvergenceDocument(
+            settings=settings.model_dump(mode="json"),
+            emulated={"compute": settings.pace is not None, "links": settings.emulates_links},
+            model_bytes=self.model_bytes,
+            all_reduce_bytes=self.ring_bytes,
+            rates=self.rates,
+            conditions=self.conditions,
+            summaries={
+                speed: {name: _finite(self.summary(name, speed)) for name in settings.chosen_methods}
                 for speed in settings.chosen_speeds
             },
-            "runs": [asdict(run) for run in self.runs],
-            "tuning": [asdict(run) for run in self.tuning],
-        }
+            runs=tuple(self.runs),
+            tuning=tuple(self.tuning),
+        )
 
 
 def median_time(runs: Sequence[TrainingRun]) -> float:
@@ -237,7 +271,8 @@ def load_rates(path: str, settings: ConvergenceSettings) -> dict[str, float]:
         DocumentError: the file is not a result, or has another task, number of workers or momentum.
     """
     data = read_data(path, finite=False)  # a training that diverged has no final metric
-    check_format(data.get("format") if isinstance(data, dict) else None, FORMAT, path, DocumentError)
+    found = data.get("format") if isinstance(data, dict) else None
+    check_format(found, ConvergenceDocument.FORMAT, path, DocumentError)
     try:
         earlier = _Earlier.parse(data)
     except DocumentError as error:
@@ -252,7 +287,7 @@ def load_rates(path: str, settings: ConvergenceSettings) -> dict[str, float]:
     return earlier.rates
 
 
-def _plain(summary: Summary) -> dict[str, Any]:
-    """The summary as plain data; an infinite time becomes None, since JSON has no infinity."""
+def _finite(summary: Summary) -> Summary:
+    """The summary with None instead of an infinite time, since JSON has no infinity."""
     missed = summary.reached is not None and not math.isfinite(summary.reached)
-    return {**asdict(summary), "reached": None if missed else summary.reached}
+    return replace(summary, reached=None) if missed else summary

@@ -57,6 +57,18 @@ def title(result: BenchResult) -> str:
     )
 
 
+def ddp_legend(result: BenchResult) -> list[str]:
+    """What the names of DDP's settings mean, in one line; no line if all arguments have their defaults."""
+    options = result.settings.ddp.options()
+    meanings = {
+        "a number is bucket_cap_mb (MiB)": any(one.bucket_cap_mb != "default" for one in options),
+        "'view' is gradient_as_bucket_view=True": any(one.gradient_as_bucket_view for one in options),
+        "'static' is static_graph=True": any(one.static_graph for one in options),
+    }
+    found = [meaning for meaning, occurs in meanings.items() if occurs]
+    return [f"in DDP's names, {', '.join(found)}; other arguments have DDP's defaults"] if found else []
+
+
 def remarks(result: BenchResult) -> list[str]:
     """Conditions that a reader must know to judge the numbers."""
     settings, conditions = result.settings, result.conditions
@@ -73,6 +85,7 @@ def remarks(result: BenchResult) -> list[str]:
         lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy: repeat this on an idle machine")
     if result.bound is not None:
         lines.append(f"bound: {result.bound.meaning}: {result.bound.seconds * 1e3:.1f} ms")
+    lines += ddp_legend(result)
     lines += _latencies(result)
     lines += [f"{name}: {reason}" for name, reason in result.preparation.reasons.items()]
     lines += _best_of_sparse_ddp(result)

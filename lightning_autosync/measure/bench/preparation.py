@@ -143,7 +143,7 @@ def _prepared(
             hybrid = _hybrid_plan(contender.plan, settings.model, cluster)
             return _Prepared({**order, "hybrid": hybrid.to_dict()}, plan_class(hybrid))
         plan, reason = _plan(contender, workload, cluster, shares_cores=settings.launch.kind == "local")
-        compile_plan(plan, workload, cluster)
+        compile_plan(plan, workload, cluster, contender.plan or "plan")
     except AutoSyncError as error:
         raise DocumentError(f"contenders.{name}: {error}") from None
     return _Prepared({**order, "plan": plan.to_dict(), "workload": workload.to_dict()}, plan_class(plan), reason)

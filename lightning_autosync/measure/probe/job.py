@@ -141,7 +141,6 @@ def _rounded(rates: Sequence[float]) -> list[float]:
     return [round(float(rate)) for rate in rates]
 
 
-FORMAT = "autosync-probe/1"
 _PRIORITY = -10
 """Niceness of a probe's ranks. Other processes can only make links look slower and hosts more expensive."""
 
@@ -175,7 +174,7 @@ def probe_ranks(
     _go_first()
     small = {"none": measure_collectives()} if constants else {}  # before the ranks switch to SCHED_BATCH
     meter = Meter(head, window, timeout)
-    answer: dict[str, Any] = {"format": FORMAT, **measure_links(meter, name, every_pair, addresses), "constants": None}
+    answer: dict[str, Any] = {**measure_links(meter, name, every_pair, addresses), "constants": None}
     if constants:
         if scheduling == "batch":
             set_batch_scheduling()

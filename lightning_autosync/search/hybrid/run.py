@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,9 @@ from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasureme
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
 from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, Origin, plan_of
 from lightning_autosync.search.storages import StudyError, open_storage, storage_errors
-from lightning_autosync.search.tuning.comparison import AnyPlan, compare
+from lightning_autosync.search.tuning.comparison import AnyPlan, announce_comparison, compare
 from lightning_autosync.search.tuning.job import TuningJob
-from lightning_autosync.search.tuning.opponents import builder_plans
+from lightning_autosync.search.tuning.opponents import announced_batches, builder_plans
 from lightning_autosync.search.tuning.settings import TuningSettings
 
 RATES = "rates.yaml"
@@ -90,6 +89,11 @@ class HybridTuningRun:
         self._job.cluster.require_measured()
         self._graph = self._captured()
         self._search_seconds = 0.0
+
+    @property
+    def job(self) -> TuningJob:
+        """The tuned job."""
+        return self._job
 
     def run(self) -> HybridTuningResult:
         """Run the search and the trials. After a Ctrl-C, the result holds the trials made so far.
@@ -209,26 +213,41 @@ class HybridTuningRun:
 
     def _measure(self, session: MeasurementSession, study: optuna.Study, entries: Sequence[_Entry]) -> None:
         known = {trial.name for trial in self._trials(study) if trial.state != "failed"}
-        left = iter([entry for entry in entries if entry.name not in known])
+        new = {entry.name: entry for entry in entries if entry.name not in known}
         reference, best = entries[0], None
-        while batch := list(islice(left, self._settings.search.batch)):
-            deviations = self._deviations(session, reference, batch)
-            measurements = {
-                entry.name: TrialMeasurement(Contender(entry.name, entry.order), is_reference=entry is reference)
-                for entry in batch
-            }
-            for name, deviation in deviations.items():
-                if isinstance(deviation, str) or not deviation <= EXACT:
-                    why = deviation if isinstance(deviation, str) else f"its gradients deviate by {deviation:.1e}"
-                    measurements[name].end("failed", why)
-            rule = StoppingRule(self._settings.trial, best)
-            measure_in_turns(session, list(measurements.values()), rule, self._settings.trial.warm_up)
-            best = rule.best
-            for entry in batch:
-                self._tell(study, entry, measurements[entry.name], deviations.get(entry.name))
+        for batch in announced_batches("DDP and plans", new, self._settings.search.batch):
+            best = self._play(session, study, batch, reference, best)
         if not any(trial.seconds is not None for trial in self._trials(study)):
             reasons = {trial.why for trial in self._trials(study) if trial.why}
             raise TuningError(f"every plan and DDP setting failed: {'; '.join(sorted(reasons))}")
+
+    def _play(
+        self,
+        session: MeasurementSession,
+        study: optuna.Study,
+        batch: Mapping[str, _Entry],
+        reference: _Entry,
+        best: float | None,
+    ) -> float | None:
+        """Measure a batch and tell the study each time; returns the seconds of the fastest so far."""
+        deviations = self._deviations(session, reference, list(batch.values()))
+
+        def tell(measurement: TrialMeasurement) -> None:
+            name = measurement.contender.name
+            self._tell(study, batch[name], measurement, deviations.get(name))
+
+        measurements = []
+        for name, entry in batch.items():
+            measurement = TrialMeasurement(Contender(name, entry.order), is_reference=entry is reference)
+            deviation = deviations.get(name, 0.0)
+            if isinstance(deviation, str) or not deviation <= EXACT:
+                why = deviation if isinstance(deviation, str) else f"its gradients deviate by {deviation:.1e}"
+                measurement.end("failed", why)
+                tell(measurement)
+            measurements.append(measurement)
+        rule = StoppingRule(self._settings.trial, best)
+        measure_in_turns(session, measurements, rule, self._settings.trial.warm_up, tell)
+        return rule.best
 
     def _deviations(
         self, session: MeasurementSession, reference: _Entry, batch: Sequence[_Entry]
@@ -264,7 +283,7 @@ class HybridTuningRun:
             number=trial.number,
             name=entry.name,
             origin=entry.origin,
-            state="failed" if measurement.state == "running" else measurement.state,
+            state=measurement.state,
             seconds=measurement.seconds if measurement.state != "failed" else None,
             # The cost model prices data parallelism as an all-reduce, whatever a builder's plan is.
             predicted=None if candidate is None or entry.origin == "builder" else candidate.step_seconds,
@@ -301,5 +320,5 @@ class HybridTuningRun:
         rivals = [one.name for one in fastest if one.origin == "ddp"][:RIVALS]
         if not plans or not rivals:
             raise TuningError(f"no {'DDP setting' if plans else 'plan'} was measured")
-        _log.info("comparing %d plans with %s in 2 x %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
+        announce_comparison(len(plans), rivals, self._settings.rounds)
         return compare(self._job, session, plans, rivals, self._directory)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 from optuna.study import Study
 
+from lightning_autosync.documents import counted
 from lightning_autosync.learned import Estimator, ReplayEstimator
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan import SyncPlan
@@ -122,8 +123,8 @@ class TransferredData:
         of_studies = [sample for study in studies for sample in samples_of(study)]
         points = [point for study in studies for point in best_points(study, space)]
         if studies or samples:
-            measured = len(of_studies) + len(samples)
-            _log.info("transferred %d measured plans and %d best points of other studies", measured, len(points))
+            measured = counted(len(of_studies) + len(samples), "measured plan")
+            _log.info("transferred from other studies: %s and %s", measured, counted(len(points), "best point"))
         return cls([*samples, *of_studies], points)
 
 

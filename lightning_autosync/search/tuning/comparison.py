@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lightning_autosync.documents import PositiveDuration, Record, checked
+from lightning_autosync.documents import PositiveDuration, Record, checked, counted
 from lightning_autosync.errors import DocumentError, TuningError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.output import EXACT
@@ -137,6 +137,16 @@ class FinalComparison(Record):
         reference = self.contenders[self.ddp].rounds
         ordered = sorted(self.contenders.items(), key=lambda item: item[1].median)
         return [(name, one, paired_ratio(reference, one.rounds)) for name, one in ordered]
+
+
+def announce_comparison(plans: int, rivals: Sequence[str], rounds: int) -> None:
+    """Log how many plans are compared with which settings of DDP, and in how many rounds."""
+    _log.info(
+        "comparing %s with %s: %s to choose the winner, then as many to judge it",
+        counted(plans, "plan"),
+        ", ".join(rivals),
+        counted(rounds, "round"),
+    )
 
 
 def compare(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import optuna
 from pydantic import ConfigDict, Field
@@ -34,6 +33,8 @@ times relative to different plans cannot be compared."""
 Kind = Literal["ddp", "builder"]
 _log = logging.getLogger(__name__)
 _PLURAL: Mapping[Kind, str] = {"ddp": "ddp", "builder": "builders"}
+_SHOWN: Mapping[Kind, str] = {"ddp": "settings of DDP", "builder": "builders' plans"}
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,9 @@ class Opponents:
 
     def _measure_new(self, kind: Kind, orders: Mapping[str, Mapping[str, Any]]) -> None:
         known = self._known(kind, orders)
-        names = [name for name in orders if name not in known]
-        if names:
-            _log.info("measuring %s before the trials: %s", _PLURAL[kind], ", ".join(names))
-        left = iter(names)
-        while batch := list(islice(left, self._job.settings.search.batch)):
-            self._play(kind, {name: orders[name] for name in batch})
+        new = {name: order for name, order in orders.items() if name not in known}
+        for batch in announced_batches(_SHOWN[kind], new, self._job.settings.search.batch):
+            self._play(kind, batch)
         found = [one for one in self._measured if one.kind == kind and one.name in orders]
         if not any(one.state == "complete" for one in found):
             reasons = "; ".join(f"{one.name}: {one.why}" for one in found if one.why)
@@ -153,7 +151,7 @@ class Opponents:
         reference = self._reference.measurement()
         beside = [] if reference is None else [reference]
         trial = self._job.settings.trial
-        measure_in_turns(self._session, [*beside, *measurements], StoppingRule(trial), trial.warm_up)
+        measure_in_turns(self._session, [*beside, *measurements], StoppingRule(trial), trial.warm_up, _log_decision)
         self._keep(kind, measurements, reference)
 
     @uninterrupted()
@@ -168,6 +166,28 @@ class Opponents:
         found = (MeasuredOpponent(kind, m.contender.name, batch, m.state, m.seconds, m.why) for m in measurements)
         self._measured = [*others, *found]
         self._study.set_user_attr(self._name, json.dumps(self.to_dict()))
+
+
+def announced_batches(what: str, named: Mapping[str, _T], size: int) -> Iterator[dict[str, _T]]:
+    """Contenders in batches. A log line before each batch says what is measured and how far the measurement is.
+
+    Args:
+        what: kind of contenders, in the plural.
+        named: contenders by name.
+        size: number of contenders in a batch.
+    """
+    names = list(named)
+    for begin in range(0, len(names), size):
+        batch = names[begin : begin + size]
+        _log.info("measuring %s, %d to %d of %d: %s", what, begin + 1, begin + len(batch), len(names), ", ".join(batch))
+        yield {name: named[name] for name in batch}
+
+
+def _log_decision(measurement: TrialMeasurement) -> None:
+    if measurement.is_reference or measurement.seconds is None:  # a failure is logged when it happens
+        return
+    why = f", {measurement.state}: {measurement.why}" if measurement.why else ""
+    _log.info("%s: %.1f ms a step%s", measurement.contender.name, 1e3 * measurement.seconds, why)
 
 
 def builder_plans(job: TuningJob) -> dict[str, SyncPlan]:

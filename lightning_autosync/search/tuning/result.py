@@ -17,6 +17,7 @@ from lightning_autosync.documents import (
     Record,
     Result,
     check_format,
+    counted,
     read_data,
 )
 from lightning_autosync.errors import DocumentError
@@ -193,12 +194,12 @@ class TuningResult(Result):
         speed = ""
         if pace is not None and proposals:
             speed = f"; {pace:.1f} a minute, sampler {1e3 * sum(proposals) / len(proposals):.0f} ms a proposal"
-        yield f"{len(states)} trials: {counts}{speed}"
+        yield f"{counted(len(states), 'trial')}: {counts}{speed}"
         drift = Drift(self.drift.reference_by_trial, self.drift.share)
         if drift.seen:
             yield f"the machine's speed drifted by {drift.spread:.0%}: trials are ranked relative to the reference plan"
         if self.timing.restarts:
-            yield f"workers were restarted {self.timing.restarts} times"
+            yield f"workers were restarted {counted(self.timing.restarts, 'time')}"
 
 
 def _claims(final: FinalComparison) -> Iterator[str]:

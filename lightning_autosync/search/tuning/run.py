@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.documents import digest, identity
+from lightning_autosync.documents import counted, digest, identity
 from lightning_autosync.errors import AutoSyncError, TuningError
 from lightning_autosync.interrupts import uninterrupted
 from lightning_autosync.learned import ReplayEstimator
@@ -24,7 +24,7 @@ from lightning_autosync.search import studies
 from lightning_autosync.search.passwords import without_passwords_in
 from lightning_autosync.search.storages import StorageError, StudyError
 from lightning_autosync.search.trial_attributes import BASELINE
-from lightning_autosync.search.tuning.comparison import FinalComparison, compare
+from lightning_autosync.search.tuning.comparison import FinalComparison, announce_comparison, compare
 from lightning_autosync.search.tuning.job import PriorKnowledge, TuningJob
 from lightning_autosync.search.tuning.opponents import Opponents, builder_plans, settle_reference
 from lightning_autosync.search.tuning.records import TrialRecord, correction_of, drift_of, ranked
@@ -116,6 +116,7 @@ class TuningRun:
             tuner = Tuner(self._job, session, trials, opponents, reference, replay)
             try:
                 builders = builder_plans(self._job)
+                _log.info("measuring the reference plan, which shows the drift of the machine")
                 settle_reference(reference, trials.study, self._by_price(builders))
                 opponents.measure({} if self._settings.search.tries_builders else builders)
                 tuner.run()
@@ -150,6 +151,7 @@ class TuningRun:
             known = studies.workload_of(studies.load_study(self._storage, self._settings.study.name))
             if known.variables_fingerprint == self._job.workload.variables_fingerprint:
                 return replace(self._job, workload=known)
+        _log.info("measuring forward and backward passes")
         return self._job.profiled(session)
 
     def _space(self) -> Space:
@@ -171,7 +173,9 @@ class TuningRun:
         trials = Trials(study, space, settings.search.sampler, identity(self._directory), alone)
         study.sampler = make_sampler(self._seeded(trials), space, self._prior)
         if count := trials.end_interrupted():
-            _log.info("%d trials were interrupted and count as failed; their plans may be tried again", count)
+            _log.info(
+                "%s interrupted: counted as failed, but the same plans may be tried again", counted(count, "trial")
+            )
         studies.enqueue(study, first, BASELINE)  # again those baselines whose trials were interrupted
         return trials
 
@@ -217,7 +221,7 @@ class TuningRun:
             last = (records[-1].error or "unknown") if records else "none"
             raise TuningError(f"none of {len(records)} trials completed; last error: {last}")
         rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:MAX_RIVALS]]
-        _log.info("comparing %d plans with %s in 2 x %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
+        announce_comparison(len(plans), rivals, self._settings.rounds)
         self._finalists = plans
         return compare(self._job, session, plans, rivals, self._directory)
 

@@ -39,8 +39,7 @@ from lightning_autosync.hybrid.pricing import Pricing
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.lab.collection.result import CollectionResult
 from lightning_autosync.lab.collection.settings import CollectionSettings
-from lightning_autosync.lab.convergence.result import FORMAT as CONVERGENCE
-from lightning_autosync.lab.convergence.result import load_rates
+from lightning_autosync.lab.convergence.result import ConvergenceDocument, ConvergenceResult, TrainingRun, load_rates
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.lab.fitting import comparison as fitting_runs
 from lightning_autosync.lab.fitting.comparison import SimulatorAccuracy, tabulate
@@ -64,6 +63,7 @@ from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hosts import Bound, emulated_hosts
 from lightning_autosync.measure.interleaving import TrialMeasurement
 from lightning_autosync.measure.models.recipes import Paced
+from lightning_autosync.measure.probe.document import ProbeDocument
 from lightning_autosync.measure.session import Contender
 from lightning_autosync.measure.step_time import Interval
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
@@ -98,9 +98,11 @@ WORKLOAD = Workload(
 SPACE = PlanSpace(WORKLOAD, CLUSTER)
 
 RESULTS = (
-    "documents",
+    "documents.records",
     "measure.bench.document",
+    "measure.probe.document",
     "lab.collection.result",
+    "lab.convergence.result",
     "lab.fitting.result",
     "lab.rehearsal.outcome",
     "lab.validation.result",
@@ -535,7 +537,7 @@ def _read_timelines(folder: Path) -> Use:
 
 def _make_rates(folder: Path) -> list[str]:
     settings = _convergence().model_dump(mode="json")
-    data = {"format": CONVERGENCE, "settings": settings, "rates": {"ddp": 0.1, "own": 0.2}, "runs": []}
+    data = {"format": ConvergenceDocument.FORMAT, "settings": settings, "rates": {"ddp": 0.1, "own": 0.2}, "runs": []}
     write_text(folder / "result.json", json.dumps(data))
     return ["result.json"]
 
@@ -662,6 +664,7 @@ def _results() -> dict[str, Result]:
             measuring=0.2,
             stepping=0.1,
         ),
+        "converge": _comparison(),
         "fit": FitResult(
             settings=_fitting("data"),
             constants=constants,
@@ -669,6 +672,20 @@ def _results() -> dict[str, Result]:
             comparison=tabulate(runs),
             runs=runs,
             seconds={"fitting": 0.1},
+        ),
+        "probe": ProbeDocument(
+            settings={"ranks": 2},
+            cluster=CLUSTER.to_dict(),
+            nodes=({"name": "a", "up": 1e6},),
+            own_trip=1e-5,
+            pairs=({"nodes": [0, 1], "alone": [1e6, None]},),
+            sharing={"opposite": 0.9, "fan": 0.8},
+            burst=None,
+            links=({"from": "a", "to": "b", "rate": 1e6, "latency": 1e-4},),
+            constants=constants,
+            costs={"copy_rate": 1e9},
+            transfers=3,
+            seconds=1.5,
         ),
         "rehearse": RehearsalResult(
             settings=_REHEARSAL,
@@ -683,6 +700,16 @@ def _results() -> dict[str, Result]:
             cases=(CaseResult.model_validate(case),),
         ),
     }
+
+
+def _comparison() -> ConvergenceDocument:
+    settings = _convergence()
+    runs = [
+        TrainingRun(method, speed, 0, 0.1, 90.0, 1.0, 2.0, (3, 4), (0.1, 0.2), None, (8, 8), (1.0,), (90.0,), None)
+        for method in settings.chosen_methods
+        for speed in settings.chosen_speeds
+    ]
+    return ConvergenceResult(settings, 8, dict.fromkeys(settings.chosen_methods, 0.1), runs, [], {}).document()
 
 
 def _make_results(folder: Path) -> list[str]:

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec, read_resource_spec
-from lightning_autosync.documents import Configuration, append_lines, identity, read_data, write_data, write_text
+from lightning_autosync.documents import (
+    Configuration,
+    append_lines,
+    counted,
+    identity,
+    read_data,
+    write_data,
+    write_text,
+)
 from lightning_autosync.errors import ClusterError, DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 
@@ -216,3 +224,7 @@ def test_an_earlier_name_of_a_key_works_and_warns() -> None:
     with pytest.warns(FutureWarning, match="least"), pytest.raises(DocumentError, match=r"^min_steps: .*integer"):
         Limits.parse({"least": "x"})
     assert Limits.parse({"min_steps": 4}).min_steps == 4
+
+
+def test_a_count_of_one_has_a_singular_noun() -> None:
+    assert [counted(count, "plan") for count in (0, 1, 2)] == ["0 plans", "1 plan", "2 plans"]

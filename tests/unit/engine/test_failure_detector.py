@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_autosync.engine import waiting
-from lightning_autosync.engine.failure_detector import FailureDetector, Inquiry, Verdict
+from lightning_autosync.engine.failure_detector import FailureDetector
+from lightning_autosync.engine.inquiry import Inquiry, Verdict
 from lightning_autosync.engine.waiting import explained, wait_for_ranks
 from lightning_autosync.errors import ExchangeError, PeerLost
 from lightning_autosync.strategy.process_group import GroupMembers, LossMonitor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_autosync.lab.convergence.comparison import compare
 from lightning_autosync.lab.convergence.isolation import simulate_groups, survey_table
 from lightning_autosync.lab.convergence.output import remarks, result_table
 from lightning_autosync.lab.convergence.result import (
+    ConvergenceDocument,
     ConvergenceResult,
     Groups,
     TrainingRun,
@@ -280,13 +282,23 @@ def test_who_misses_the_target_is_not_left_out():
     summary = found.summary("gossip", "equal")
     assert summary.reached == math.inf
     assert summary.faster is None
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["summaries"]["equal"]["gossip"]["reached"] is None
+    assert (
+        json.loads(json.dumps(found.document().to_dict(), allow_nan=False))["summaries"]["equal"]["gossip"]["reached"]
+        is None
+    )
     assert "never" in "".join(str(cell) for column in result_table(found, "equal").columns for cell in column.cells)
+
+
+@pytest.mark.parametrize("final", [90.0, math.nan])
+def test_a_document_is_read_as_it_was_written(result, tmp_path: Path, final: float):
+    document = replace(result, runs=[replace(one, final=final) for one in result.runs]).document()
+    document.write(tmp_path)
+    assert repr(ConvergenceDocument.read(tmp_path).to_dict()) == repr(document.to_dict())
 
 
 def test_rates_of_an_earlier_result(result, tmp_path: Path):
     path = tmp_path / "result.json"
-    path.write_text(json.dumps(result.to_dict()))
+    path.write_text(json.dumps(result.document().to_dict()))
     assert load_rates(str(path), result.settings) == {"all_reduce": 0.1, "gossip": 0.1}
 
 
@@ -306,7 +318,7 @@ def test_rates_of_an_earlier_result(result, tmp_path: Path):
 )
 def test_rates_that_are_none_or_for_another_training(result, tmp_path: Path, changed: dict[str, Any], message: str):
     path = tmp_path / "result.json"
-    data = result.to_dict()
+    data = result.document().to_dict()
     if changed.get("settings"):
         changed = {"settings": {**data["settings"], **changed["settings"]}}
     path.write_text(json.dumps({**data, **changed}))
@@ -316,7 +328,7 @@ def test_rates_that_are_none_or_for_another_training(result, tmp_path: Path, cha
 
 def test_a_rate_that_is_neither_known_nor_to_be_chosen(result, tmp_path: Path):
     path = tmp_path / "result.json"
-    path.write_text(json.dumps({**result.to_dict(), "rates": {"all_reduce": 0.1}}))
+    path.write_text(json.dumps({**result.document().to_dict(), "rates": {"all_reduce": 0.1}}))
     settings = ConvergenceSettings.parse({**BASE, "rates": [0.1, 0.2], "tuning_seeds": 0, "rates_of": str(path)})
     with pytest.raises(DocumentError, match=r"rates_of: .* has no rate of 'gossip'"):
         compare(settings)

@@ -95,7 +95,7 @@ def test_contenders_and_clusters_that_cannot_be(changes, message):
 def test_a_plan_for_another_world_is_refused(tmp_path: Path):
     plan = prepare(BenchSettings.parse({**BASE, "contenders": {"a": {"builder": "ps"}}})).orders["a"]["plan"]
     (tmp_path / "plan.yaml").write_text(OmegaConf.to_yaml(plan))
-    with pytest.raises(DocumentError, match=r"contenders\.b: .*2 ranks"):
+    with pytest.raises(DocumentError, match=r"contenders\.b: .*plan\.yaml: .*2 ranks"):
         prepare(BenchSettings.parse({**BASE, "ranks": 3, "contenders": {"b": {"plan": str(tmp_path / "plan.yaml")}}}))
 
 

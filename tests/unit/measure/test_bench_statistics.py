@@ -159,6 +159,7 @@ def test_the_table_has_every_contender_and_the_remarks_what_spoils_it():
     assert "other processes kept 0.4 cores busy" in notes
     assert "byteps: gradients differ from DDP's by 5.0e-01" in notes
     assert "best DDP: ddp_view" in notes
+    assert "in DDP's names, 'view' is gradient_as_bucket_view=True; other arguments have DDP's defaults" in notes
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,12 @@ def test_what_does_not_fit(mesh, fields, message):
         open_synchronizer(plan(**fields), describe(MODULE), MODULE, mesh)
 
 
+def test_a_plan_for_another_model_is_named(mesh) -> None:
+    other = plan(workload="feedbeef", consistency=PERIODIC)
+    with pytest.raises(PlanError, match=r"^p\.yaml: workload: the plan was made for a model with fingerprint feedbeef"):
+        open_synchronizer(other, describe(MODULE), MODULE, mesh, source="p.yaml")
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -177,5 +183,5 @@ def test_what_does_not_fit(mesh, fields, message):
 def test_averages_of_models_refuse_what_only_gradients_have(mesh, field) -> None:
     groups = [{**group, **field} for group in plan().to_dict()["groups"]]
     named = next(iter(field))
-    with pytest.raises(PlanError, match=rf"plan: groups\[0\] '.*': {named}: mode 'periodic' averages models"):
-        open_synchronizer(plan(groups=groups, consistency=PERIODIC), describe(MODULE), MODULE, mesh)
+    with pytest.raises(PlanError, match=rf"p\.yaml: groups\[0\] '.*': {named}: mode 'periodic' averages models"):
+        open_synchronizer(plan(groups=groups, consistency=PERIODIC), describe(MODULE), MODULE, mesh, source="p.yaml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def test_names_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixt
         "trace.json",
     }
     assert "critical path" in capsys.readouterr().out
+
+
+def test_a_plan_for_another_model_is_named(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.yaml")
+    cluster = resolve_cluster("fat_node_star")
+    builders.byteps(catalogue.build("vgg16"), cluster).save(path)
+    with pytest.raises(AutoSyncError, match=rf"^{re.escape(path)}: groups"):
+        predict({**ASKED, "plan": path}, tmp_path)
 
 
 @pytest.mark.parametrize(

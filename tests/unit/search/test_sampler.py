@@ -378,7 +378,7 @@ def test_sources_are_estimated_beforehand(caplog: pytest.LogCaptureFixture) -> N
             return super().estimate(workload, cluster, plans)
 
     sampler = AutoSyncSampler(SPACE, estimator=Asked(), source_studies=[source], **SMALL)
-    assert "transferred 1 measured plans and 1 best points of other studies" in caplog.messages
+    assert "transferred from other studies: 1 measured plan and 1 best point" in caplog.messages
     study = optuna.create_study(sampler=sampler)
     trial = study.ask()
     sampler.prepare(study.get_trials(), trial.number)

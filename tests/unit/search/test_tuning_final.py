@@ -19,7 +19,7 @@ from lightning_autosync.measure.session import ContenderError
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build
 from lightning_autosync.search.tuning import comparison
-from lightning_autosync.search.tuning.comparison import FinalComparison, compare, judged
+from lightning_autosync.search.tuning.comparison import FinalComparison, announce_comparison, compare, judged
 from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.result import Best, Opponent, OpponentRecords, Timing
 from lightning_autosync.search.tuning.run import TuningRun
@@ -109,6 +109,19 @@ def test_of_several_builders_the_one_that_wins_where_it_is_chosen_is_the_best():
     slower = played(world.job, settings, {**times, "byteps": [1.3] * 4})
     without = FinalComparison.read(judged(slower, plans, ["ddp"]), "here")
     assert (without.winner, without.builder) == ("trial_7", "ps")
+
+
+@pytest.mark.parametrize(
+    ("plans", "rounds", "said"),
+    [
+        (1, 5, "comparing 1 plan with ddp, ddp_1: 5 rounds to choose the winner, then as many to judge it"),
+        (2, 1, "comparing 2 plans with ddp, ddp_1: 1 round to choose the winner, then as many to judge it"),
+    ],
+)
+def test_the_log_counts_plans_and_rounds(plans, rounds, said, caplog):
+    caplog.set_level("INFO")
+    announce_comparison(plans, ["ddp", "ddp_1"], rounds)
+    assert caplog.messages == [said]
 
 
 def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy
@@ -15,6 +17,7 @@ from tuning_world import DDP_SECONDS, World
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, TuningError
 from lightning_autosync.learned import Estimate
+from lightning_autosync.measure.bench.settings import DDPSweep
 from lightning_autosync.measure.drift import Drift
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER
@@ -124,6 +127,24 @@ def test_a_setting_of_ddp_that_was_given_up_beside_others_is_measured_when_it_is
     first.measure({})
     assert "ddp" in {name for name, _ in world.session.turns}
     assert [one.name for one in first.fastest("ddp", Drift({}))] == ["ddp"]
+
+
+def test_measuring_opponents_says_what_is_measured_and_how_far_it_is(caplog):
+    caplog.set_level("INFO")
+    world = World()
+    world.job = replace(world.job, settings=world.settings.model_copy(update={"ddp": DDPSweep(bucket_cap_mb=(1, 2))}))
+    builders = dict(islice(builder_plans(world.job).items(), 5))
+    trials = world.trials()
+    world.opponents(trials, world.reference(trials)).measure(builders)
+    said = [record.message for record in caplog.records if record.name.endswith("opponents")]
+    names = list(builders)
+    assert [line for line in said if line.startswith("measuring")] == [
+        "measuring settings of DDP, 1 to 2 of 2: ddp_1, ddp_2",
+        f"measuring builders' plans, 1 to 3 of 5: {', '.join(names[:3])}",
+        f"measuring builders' plans, 4 to 5 of 5: {', '.join(names[3:])}",
+    ]
+    assert {line.partition(":")[0] for line in said} >= {"ddp_1", "ddp_2", *names}
+    assert "ddp_1: 404.0 ms a step" in said
 
 
 def test_opponents_that_all_fail_say_why():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from priced_session import PricedSession
 from tuning_world import configuration
 
 from lightning_autosync.cluster import ClusterSpec
@@ -27,14 +28,18 @@ from lightning_autosync.search.tuning.settings import TuningSettings
 CLUSTER = ClusterSpec.uniform(2, 1, "10 Mbit/s", name="slow")
 
 
-def entries(memory: float | None, directory: Path) -> list[Any]:
+def hybrid_run(memory: float | None, directory: Path) -> HybridTuningRun:
     given = {
         **configuration(),
         "model": {"kind": "perceptron", "widths": [512, 16, 512, 16], "batch": 4},
         "cluster": CLUSTER.to_dict(),
         "parallel": {"kind": "hybrid", "memory": memory, "trials": 4},
     }
-    return HybridTuningRun(TuningSettings.parse(given), directory)._entries(HybridRates())
+    return HybridTuningRun(TuningSettings.parse(given), directory)
+
+
+def entries(memory: float | None, directory: Path) -> list[Any]:
+    return hybrid_run(memory, directory)._entries(HybridRates())
 
 
 def test_nothing_over_the_limit_of_memory_is_measured(tmp_path: Path) -> None:
@@ -50,6 +55,22 @@ def test_nothing_over_the_limit_of_memory_is_measured(tmp_path: Path) -> None:
 def test_a_limit_into_which_nothing_fits_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"parallel\.memory: no plan fits into 0\.001 MB per rank"):
         entries(1e3, tmp_path)
+
+
+def test_each_batch_and_each_result_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    run = hybrid_run(None, tmp_path)
+    chosen = [entry for entry in run._entries(HybridRates()) if entry.origin in ("ddp", "builder")][:5]
+    session: Any = PricedSession(lambda name, order: 0.1)
+    study = run._open()
+    run._measure(session, study, chosen)
+    names = [entry.name for entry in chosen]
+    said = [record.message for record in caplog.records if "search" in record.name]
+    assert [line for line in said if line.startswith("measuring")] == [
+        f"measuring DDP and plans, 1 to 3 of 5: {', '.join(names[:3])}",
+        f"measuring DDP and plans, 4 to 5 of 5: {', '.join(names[3:])}",
+    ]
+    assert {trial.name for trial in run._trials(study)} == set(names)
 
 
 def test_a_plan_may_need_gigabytes() -> None:

@@ -1,0 +1,102 @@
+"""Reading and writing the package's documents: clusters, workloads, plans.
+
+A document is a frozen pydantic model with a format line (``autosync-plan/1``) and a YAML or JSON form. Every fault is
+reported as one error that names the file and the field.
+"""
+
+from __future__ import annotations
+
+from lightning_autosync.documents.descriptions import describe_validation_error
+from lightning_autosync.documents.digests import canonical, digest, digest_text
+from lightning_autosync.documents.field_lines import naming_lines
+from lightning_autosync.documents.fields import (
+    LARGEST,
+    LEAST,
+    LONGEST,
+    Count,
+    Duration,
+    Index,
+    Integer,
+    PositiveDuration,
+    TimeOffset,
+)
+from lightning_autosync.documents.files import (
+    append_lines,
+    as_yaml,
+    held,
+    identity,
+    write_bytes,
+    write_data,
+    write_text,
+    writing,
+)
+from lightning_autosync.documents.limits import (
+    LARGEST_NUMBER,
+    MOST_BYTES,
+    MOST_DIGITS,
+    MOST_LEVELS,
+    MOST_NODES,
+    MOST_VALUES,
+    MOST_YAML_BYTES,
+)
+from lightning_autosync.documents.reading import parse_json, read_data, read_text, whole_lines
+from lightning_autosync.documents.records import (
+    PLAIN,
+    RESULT,
+    Configuration,
+    Document,
+    Record,
+    Result,
+    check_format,
+    checked,
+    with_current_names,
+)
+from lightning_autosync.documents.text import counted, shortened, shown
+
+__all__ = [
+    "LARGEST",
+    "LARGEST_NUMBER",
+    "LEAST",
+    "LONGEST",
+    "MOST_BYTES",
+    "MOST_DIGITS",
+    "MOST_LEVELS",
+    "MOST_NODES",
+    "MOST_VALUES",
+    "MOST_YAML_BYTES",
+    "PLAIN",
+    "RESULT",
+    "Configuration",
+    "Count",
+    "Document",
+    "Duration",
+    "Index",
+    "Integer",
+    "PositiveDuration",
+    "Record",
+    "Result",
+    "TimeOffset",
+    "append_lines",
+    "as_yaml",
+    "canonical",
+    "check_format",
+    "checked",
+    "counted",
+    "describe_validation_error",
+    "digest",
+    "digest_text",
+    "held",
+    "identity",
+    "naming_lines",
+    "parse_json",
+    "read_data",
+    "read_text",
+    "shortened",
+    "shown",
+    "whole_lines",
+    "with_current_names",
+    "write_bytes",
+    "write_data",
+    "write_text",
+    "writing",
+]

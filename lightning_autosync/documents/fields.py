@@ -1,0 +1,24 @@
+"""Types of fields: integers and durations with their bounds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, Strict
+
+LEAST, LONGEST = 1e-12, 1e9
+"""Smallest and largest measured time in seconds."""
+LARGEST = 2**53
+"""Largest integer in a document: above it, floats cannot represent every integer."""
+Integer = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST)]
+"""An integer; ``true`` and ``\"2\"`` are refused."""
+Index = Annotated[Integer, Field(ge=0)]
+"""An integer of at least 0."""
+Count = Annotated[Integer, Field(gt=0)]
+"""An integer of at least 1."""
+PositiveDuration = Annotated[float, Field(ge=LEAST, le=LONGEST)]
+"""Measured seconds above zero."""
+Duration = Annotated[float, Field(ge=0, le=LONGEST)]
+"""Measured seconds, possibly zero."""
+TimeOffset = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
+"""Seconds since a reference time, possibly negative."""
