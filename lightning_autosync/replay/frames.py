@@ -14,7 +14,7 @@ from lightning_autosync.replay.event_simulation import Dependencies, FrameConnec
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
-from lightning_autosync.replay.stages import Flow, Stage
+from lightning_autosync.replay.stages import WITH_NOTICE, Flow, Stage
 
 
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
@@ -79,7 +79,7 @@ class _Pieces(NamedTuple):
         stage: stage of the flow.
         wire, values: bytes of a piece on the wire and in memory.
         frame_cost: core-seconds of a frame at each end.
-        delay: seconds of a hop beyond its time on the wire.
+        delay: seconds of a hop beyond one latency and its time on the wire.
         offset: added to the number of a pair of ranks, because the backend has connections of its own.
     """
 
@@ -226,7 +226,13 @@ class _FrameGraph:
         size = share * pieces.wire
         pair = pieces.offset + source * self._network.ranks + target
         cost = size * self._constants.host_cost + pieces.frame_cost
-        return self._node(pair, size, key, cost, pieces.delay + share * pieces.values * coding)
+        delay = pieces.delay + self._notice(source, target, pieces.stage.latencies)
+        return self._node(pair, size, key, cost, delay + share * pieces.values * coding)
+
+    def _notice(self, source: int, target: int, latencies: int) -> float:
+        """Seconds of a hop's latencies without the last one, during which the receiver's notice travels."""
+        routes = self._network.routes
+        return (latencies - 1) * float(routes.latencies[routes.between[source, target]])
 
     def _tree(self, row: int) -> tuple[list[int], list[int], list[int]]:
         trees = self._forest.trees
@@ -238,21 +244,21 @@ class _FrameGraph:
         size = stage.ring / stage.ring_steps / stage.ring_pieces
         handling = stage.hop_delay(constants, ranks)
         cost = size * constants.host_cost + stage.frame_cost(constants)
-        before = [[start] * stage.ring_pieces for start in starts]
-        last: list[int] = []
+        before: list[list[int]] = [[] for _ in starts]
         for step in range(stage.ring_steps):
             gather = size * stage.gather if step < stage.ring_steps // 2 else 0.0
             frames = []
-            for rank in range(ranks):
-                pair = (ranks + rank) * ranks + (rank + stage.ring_way) % ranks
-                frames.append([self._node(pair, size, 0.0, cost, handling + gather) for _ in range(stage.ring_pieces)])
-                for piece, frame in enumerate(frames[rank]):
-                    giver = (rank - stage.ring_way) % ranks if step else rank
-                    self._edges.append((before[giver][piece], frame))
-                    self._edges.append((starts[rank], frame))
+            for rank, start in enumerate(starts):
+                target, giver = (rank + stage.ring_way) % ranks, (rank - stage.ring_way) % ranks
+                pair = (ranks + rank) * ranks + target
+                after = handling + gather + self._notice(rank, target, WITH_NOTICE)
+                frames.append([self._node(pair, size, 0.0, cost, after) for _ in range(stage.ring_pieces)])
+                self._edges += [(start, frame) for frame in frames[rank]]
+                self._edges += list(zip(before[giver], frames[rank], strict=False))
+                sent = [*before[rank][-stage.ring_window :], *frames[rank]]
+                self._edges += list(zip(sent, sent[stage.ring_window :], strict=False))
             before = frames
-            last = [frame for row in frames for frame in row]
-        return last
+        return [frame for row in before for frame in row]
 
     def run(self, order: StartOrder, tokens: Floats, bound: Indices) -> tuple[StageTimes, float]:
         """Simulate the graph; returns what `run_frames` does."""

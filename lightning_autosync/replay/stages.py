@@ -19,6 +19,10 @@ _INDEX_BYTES = 8
 """Bytes of the index in front of each row on the wire."""
 _GLOO_SEGMENT = 2**20
 """Bytes of the largest piece of gloo's ring, which has at least two pieces per rank."""
+GLOO_WINDOW = 2
+"""Pieces of one of gloo's rings that a rank has under way: before a third one, it waits for the first."""
+WITH_NOTICE = 2
+"""Latencies of a hop in gloo: the receiver's notice that it is ready travels to the sender, and then the data back."""
 ONWARDS, BACKWARDS = 1, -1
 """Directions of a ring: each rank sends to the next rank or to the previous one."""
 
@@ -58,6 +62,8 @@ class Stage:
         ring_way: direction of the ring: `BACKWARDS` as in gloo's all-reduce, or `ONWARDS` as in its all-gather.
         ring_steps: number of sequential hops of the ring.
         ring_pieces: number of pieces that each rank sends in a ring step.
+        ring_window: number of pieces that each rank has under way at most.
+        latencies: number of one-way latencies of a hop on trees; a hop of a ring, which is gloo's, always has two.
         growth: [ranks + 1] share of a range that the sum over k ranks fills; only for sparse rows.
         gather, seal, open: core-seconds per byte of values to add a contribution, to encode, and to decode the sum.
         handling: core-seconds per frame at each end, on top of the cost of every frame.
@@ -73,6 +79,8 @@ class Stage:
     ring_way: int = BACKWARDS
     ring_steps: int = 0
     ring_pieces: int = 2
+    ring_window: int = GLOO_WINDOW
+    latencies: int = 1
     growth: Floats | None = None
     gather: float = 0.0
     seal: float = 0.0
@@ -84,7 +92,7 @@ class Stage:
         return self.handling + (constants.message_cost if self.collective else constants.frame_cost)
 
     def hop_delay(self, constants: Constants, ranks: int) -> float:
-        """Seconds that a hop takes beyond its time on the wire, without the cost of its bytes."""
+        """Seconds that a hop takes beyond its latencies and its time on the wire, without the cost of its bytes."""
         return constants.hop_delay(self.collective, ranks) + constants.crowd(ranks) * self.handling
 
 
@@ -185,6 +193,7 @@ class StageMaker:
             ring=steps * wire / ranks,
             ring_steps=steps * following,
             ring_pieces=-(-pieces // max(1, following)),
+            ring_window=GLOO_WINDOW * min(max(1, len(transfers)), constants.collectives),
             gather=values / max(wire, 1.0) / constants.reduce_rate,
         )
 
@@ -222,8 +231,16 @@ class StageMaker:
         launch = self._constants.collective_cost + 2 * (self._ranks - 1) * self._constants.pair_cost
         before, between = launch + every * pack, self._crowd * (launch + summing)
         return [
-            Stage(message.index, True, launch=before, flows=there),
-            Stage(message.index, True, deferred=True, launch=between, finish=self._crowd * unpack, flows=back),
+            Stage(message.index, True, launch=before, flows=there, latencies=WITH_NOTICE),
+            Stage(
+                message.index,
+                True,
+                deferred=True,
+                launch=between,
+                finish=self._crowd * unpack,
+                flows=back,
+                latencies=WITH_NOTICE,
+            ),
         ]
 
     def _two_levels(self, message: Message, round: Round) -> list[Stage]:
