@@ -14,7 +14,7 @@ from lightning_autosync.replay.event_simulation import Dependencies, FrameConnec
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
-from lightning_autosync.replay.stages import WITH_NOTICE, Flow, Stage
+from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
 
 
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
@@ -255,8 +255,8 @@ class _FrameGraph:
                 frames.append([self._node(pair, size, 0.0, cost, after) for _ in range(stage.ring_pieces)])
                 self._edges += [(start, frame) for frame in frames[rank]]
                 self._edges += list(zip(before[giver], frames[rank], strict=False))
-                sent = [*before[rank][-stage.ring_window :], *frames[rank]]
-                self._edges += list(zip(sent, sent[stage.ring_window :], strict=False))
+                sent = [*before[rank][-GLOO_WINDOW:], *frames[rank]]
+                self._edges += list(zip(sent, sent[GLOO_WINDOW:], strict=False))
             before = frames
         return [frame for row in before for frame in row]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import Floats, Forest, Indices, Integers, NetworkArrays, Routes
 from lightning_autosync.replay.pipelines import Flows, Paths, load
-from lightning_autosync.replay.stages import WITH_NOTICE, Stage
+from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Stage
 
 _RIVALRY = 0.85
 """Share of common connections and similarity of loads above which two stages run one after the other."""
@@ -147,8 +147,8 @@ class LoadModel:
         """Seconds in which a ring waits for its latencies, less those in which it sends its window's other pieces."""
         sent = stage.ring * float((ring.arcs / self._network.capacities).max())
         pieces = stage.ring_steps * stage.ring_pieces
-        others, latency = (stage.ring_window - 1) * sent / pieces, WITH_NOTICE * ring.latency
-        waiting = max(0.0, latency - others) * pieces / stage.ring_window + min(latency, others)
+        others, latency = (GLOO_WINDOW - 1) * sent / pieces, WITH_NOTICE * ring.latency
+        waiting = max(0.0, latency - others) * pieces / GLOO_WINDOW + min(latency, others)
         return waiting + stage.ring_steps * hop_delay * min(stage.ring_pieces, 2)
 
     def _add_ring(self, stage: Stage, ring: _Ring, work: Floats) -> None:

@@ -208,20 +208,20 @@ def replay(
 def _message_spans(step: _Step, times: StageTimes, packed: float) -> tuple[list[MessageSpan], float]:
     """The span of each message, and the time when the slowest rank has unpacked the last sum."""
     count = len(step.schedule.messages)
-    first, last = [len(step.stages)] * count, [0] * count
+    start, end = numpy.full(count, numpy.inf), numpy.zeros(count)
     now = max(step.slowest.backward, packed)
     finish = numpy.zeros(count)
     for number, stage in enumerate(step.stages):
-        first[stage.message] = min(first[stage.message], number)
-        last[stage.message] = max(last[stage.message], number)
+        start[stage.message] = min(start[stage.message], times.moved[number])
+        end[stage.message] = max(end[stage.message], times.end[number])
         finish[stage.message] += stage.finish
         if stage.deferred:
             now = max(now, float(times.start[number]))
     spans = []
     for message in step.schedule.messages:
-        start, end = float(times.moved[first[message.index]]), float(times.end[last[message.index]])
-        now = max(now, end) + float(finish[message.index])
-        spans.append(MessageSpan(message.name, start, end, step.slowest.ready[message.index]))
+        began, ended = float(start[message.index]), float(end[message.index])
+        now = max(now, ended) + float(finish[message.index])
+        spans.append(MessageSpan(message.name, began, ended, step.slowest.ready[message.index]))
     return spans, now
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
-from replay_cases import all_reduce, owned_by, price, tree
+from replay_cases import ELEMENTS, IDEAL, all_reduce, owned_by, price, schedule, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.replay import Constants
+from lightning_autosync.plan import AllReduce, Round
+from lightning_autosync.replay import Constants, Replay
 
 ONE_WAY = 0.02
 DETAILS = pytest.mark.parametrize("detail", ["frames", "fluid"])
@@ -48,3 +52,17 @@ def test_a_ring_has_two_pieces_under_way(detail: str) -> None:
     """Each of 1 / 4 s and 0.5 s of latencies: two steps of two pieces take 0.75 s each, and the last piece 0.25 s."""
     found = price(delayed(2, one_way=0.25, bandwidth=1e6), [all_reduce()], detail).step_time
     assert found == pytest.approx(2 * 0.75 + 0.25, 1e-3)
+
+
+@DETAILS
+@pytest.mark.parametrize(("parts", "seconds"), [([2, 2, 2, 2], 0.08), ([1, 2, 1], 0.04), ([3, 1], 0.04), ([5], 0.06)])
+def test_native_transfers_take_a_thread_each(parts: list[int], seconds: float, detail: str) -> None:
+    """Each takes two hops of 10 ms, 5 ms for the notice and 5 ms for the data, and two run at once."""
+    whole = schedule(2, [all_reduce()] * len(parts))
+    messages = []
+    for message, count in zip(whole.messages, parts, strict=True):
+        edges = [ELEMENTS * place // count for place in range(count + 1)]
+        rings = tuple(AllReduce(start, stop) for start, stop in itertools.pairwise(edges))
+        messages.append(replace(message, rounds=(Round(ELEMENTS, rings),)))
+    pricing = Replay(workload(len(parts)), delayed(2, one_way=0.005), IDEAL)
+    assert pricing.predict(replace(whole, messages=tuple(messages)), detail).step_time == pytest.approx(seconds, 0.05)
