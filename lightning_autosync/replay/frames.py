@@ -14,6 +14,7 @@ from lightning_autosync.replay.event_simulation import Dependencies, FrameConnec
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
+from lightning_autosync.replay.paces import Paces
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
 
 
@@ -43,7 +44,7 @@ def run_frames(
     Args:
         stages: stages of the schedule.
         order: conditions of the stages' starts.
-        loads: loads of the stages, for their stretch and their busiest channels.
+        loads: loads of the stages, for their stretch, their busiest channels and the paces of connections.
         computes: [ranks] compute timelines.
         host_work: the main threads' work on shared cores; None if ranks have cores of their own.
         network, forest, constants: those of the replay.
@@ -58,10 +59,10 @@ def run_frames(
         graph.add_host_work(host_work)
     for number, stage in enumerate(stages):
         graph.add_stage(number, _stretched(stage, float(loads.stretch[number])), order, computes)
-    return graph.run(order, tokens, _fullest(loads.work / network.capacities))
+    return graph.run(order, tokens, loads.paces, fullest(loads.work / network.capacities))
 
 
-def _fullest(seconds: Floats) -> Indices:
+def fullest(seconds: Floats) -> Indices:
     """[stages] channel that each stage keeps busy the longest, -1 for none; ``seconds`` is [stages, channels]."""
     return numpy.where(seconds.max(axis=1, initial=0.0) > 0, seconds.argmax(axis=1), -1)
 
@@ -260,14 +261,14 @@ class _FrameGraph:
             before = frames
         return [frame for row in before for frame in row]
 
-    def run(self, order: StartOrder, tokens: Floats, bound: Indices) -> tuple[StageTimes, float]:
+    def run(self, order: StartOrder, tokens: Floats, paces: Paces, bound: Indices) -> tuple[StageTimes, float]:
         """Simulate the graph; returns what `run_frames` does."""
         network = self._network
         columns = zip(*self._nodes, strict=True)
         pairs = numpy.array(next(columns), dtype=numpy.int64)
         used, connection = numpy.unique(pairs, return_inverse=True)
         nodes = Nodes(numpy.where(pairs < 0, -1, connection), *(numpy.array(column) for column in columns))
-        connections = self._connections(used)
+        connections = self._connections(used, paces)
         begun, sent, done = simulate(
             nodes, self._dependencies(order), connections, network.capacities, tokens, network.burst
         )
@@ -290,15 +291,19 @@ class _FrameGraph:
             self._constants.collectives,
         )
 
-    def _connections(self, pairs: Indices) -> FrameConnections:
+    def _connections(self, pairs: Indices, paces: Paces) -> FrameConnections:
         """The connections: the transport's, the backend's, and each rank's connection to itself, which has no hops."""
         network, known = self._network, self._network.routes
         routes = known.between.reshape(-1)[pairs % network.ranks**2].astype(numpy.int64)
         routes[pairs >= 2 * network.ranks**2] = len(known.latencies)
+        # The backend's connections have larger numbers, and no pace.
+        limits = numpy.full(len(pairs), numpy.inf)
+        limits[numpy.searchsorted(pairs, paces.pairs)] = paces.rates
         return FrameConnections(
             pairs % network.ranks**2 // network.ranks,
             pairs % network.ranks,
             routes,
+            limits,
             known._replace(
                 starts=numpy.append(known.starts, known.starts[-1]), latencies=numpy.append(known.latencies, 0.0)
             ),

@@ -12,8 +12,8 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.replay.compute import Compute, ComputeClock, HostWork
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.fluid import StageConditions, drain, with_host_work
-from lightning_autosync.replay.frames import count_frames, run_frames
+from lightning_autosync.replay.fluid import StageConditions, drain, with_host_work, with_paces
+from lightning_autosync.replay.frames import count_frames, fullest, run_frames
 from lightning_autosync.replay.loads import LoadModel, Loads
 from lightning_autosync.replay.network import Floats, Forest, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder, critical_path
@@ -149,12 +149,20 @@ class Replay:
 
     def _run_fluid(self, step: _Step, tokens: Floats) -> tuple[StageTimes, float]:
         """Run one step with each stage as one flow; otherwise like `_run_frames`."""
-        network, count = self._network, len(step.stages)
-        conditions = StageConditions(step.loads.work, step.loads.fill, step.order, step.loads.rivals())
+        network, loads, count = self._network, step.loads, len(step.stages)
+        work, capacities = with_paces(loads, network)
+        conditions = StageConditions(work, loads.fill, step.order, loads.rivals())
         if step.host_work is not None:
             conditions = with_host_work(conditions, step.host_work, network)
-        times = drain(conditions, network.capacities, self._constants.collectives, tokens, network.burst)
-        return StageTimes._make(each[:count] for each in times), float(times.end[count:].max(initial=0.0))
+        beyond = numpy.zeros(len(capacities) - len(tokens))
+        spare = numpy.append(tokens, beyond)
+        times = drain(conditions, capacities, self._constants.collectives, spare, numpy.append(network.burst, beyond))
+        tokens[:] = spare[: len(tokens)]
+        of_stages = StageTimes._make(each[:count] for each in times)
+        # A pace is told as the busiest channel of its stage.
+        channel = fullest(loads.work / network.capacities)
+        bound = numpy.where(of_stages.bound < len(tokens), of_stages.bound, channel)
+        return of_stages._replace(bound=bound), float(times.end[count:].max(initial=0.0))
 
     def _prediction(
         self,
