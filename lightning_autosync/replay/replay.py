@@ -23,8 +23,8 @@ from lightning_autosync.workload import Workload
 
 Detail = Literal["auto", "frames", "fluid"]
 
-FRAMES_LIMIT = 1500
-"""Largest number of frames in a step for which ``auto`` simulates frames."""
+FRAMES_LIMIT = 5000
+"""Largest number of frames in a step for which ``auto`` simulates frames: a step of so many takes 50 to 100 ms."""
 _STEPS = 5
 """Largest number of repeated steps until the links' token buckets are in a steady state."""
 _STEADY = 0.01
