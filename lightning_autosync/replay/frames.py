@@ -194,6 +194,8 @@ class _FrameGraph:
             share = float(stage.growth[sizes[rank]]) if stage.growth is not None else 1.0
             frame = self._frame(pieces, rank, parents[rank], key, share, stage.gather + stage.seal)
             self._edges += [(before, frame) for before in inbound[rank]]
+            if stage.latencies == WITH_NOTICE:
+                self._edges.append((starts[parents[rank]], frame))
             inbound[parents[rank]].append(frame)
             added.append(frame)
         for root in (rank for rank in order if parents[rank] < 0):
@@ -254,7 +256,7 @@ class _FrameGraph:
                 pair = (ranks + rank) * ranks + target
                 after = handling + gather + self._notice(rank, target, WITH_NOTICE)
                 frames.append([self._node(pair, size, 0.0, cost, after) for _ in range(stage.ring_pieces)])
-                self._edges += [(start, frame) for frame in frames[rank]]
+                self._edges += [(begun, frame) for frame in frames[rank] for begun in (start, starts[target])]
                 self._edges += list(zip(before[giver], frames[rank], strict=False))
                 sent = [*before[rank][-GLOO_WINDOW:], *frames[rank]]
                 self._edges += list(zip(sent, sent[GLOO_WINDOW:], strict=False))

@@ -9,7 +9,7 @@ import pytest
 from replay_cases import ELEMENTS, IDEAL, all_reduce, owned_by, price, schedule, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import AllReduce, Round
+from lightning_autosync.plan import AllReduce, Round, Transfer
 from lightning_autosync.replay import Constants, Replay
 
 ONE_WAY = 0.02
@@ -66,3 +66,13 @@ def test_native_transfers_take_a_thread_each(parts: list[int], seconds: float, d
         messages.append(replace(message, rounds=(Round(ELEMENTS, rings),)))
     pricing = Replay(workload(len(parts)), delayed(2, one_way=0.005), IDEAL)
     assert pricing.predict(replace(whole, messages=tuple(messages)), detail).step_time == pytest.approx(seconds, 0.05)
+
+
+@DETAILS
+@pytest.mark.parametrize(("transfer", "seconds"), [(owned_by([0]), 2.0 + 4.0), (all_reduce(), 2.0 + 4 / 3)])
+def test_the_backend_sends_nothing_to_a_rank_that_is_not_ready(transfer: Transfer, seconds: float, detail: str) -> None:
+    """Rank 0 takes two seconds for backward, the others one; its notice that it is ready comes after that."""
+    data = ClusterSpec.uniform(nodes=3, bandwidth=1e6).to_dict()
+    data["nodes"][0]["speed"] = 0.5
+    work = workload(1, ready=[1.0], backward_time=1.0)
+    assert price(ClusterSpec.from_dict(data), [transfer], detail, work).step_time == pytest.approx(seconds, 1e-3)
