@@ -29,9 +29,9 @@ from lightning_autosync.engine.exchanges.staging import StagedExchange, StagedRo
 from lightning_autosync.engine.exchanges.trees import TreeExchange
 from lightning_autosync.engine.failure_detector import open_failure_detector
 from lightning_autosync.engine.gradients import DenseGradients, MessageGradients, RowGradients, real_view
-from lightning_autosync.engine.pacing import pacing_rates
 from lightning_autosync.engine.transport import Transport
 from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.pacing import pacing_rates
 from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,

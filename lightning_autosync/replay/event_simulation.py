@@ -1,6 +1,6 @@
 """Event simulation of frames on connections.
 
-A connection sends one frame at a time. Connections share channels max-min fairly.
+A connection sends one frame at a time. Connections share channels max-min fairly, within their paces.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class FrameConnections(NamedTuple):
     Attributes:
         source, target: [connections] ranks.
         route: [connections] index into ``routes``.
+        pace: [connections] most bytes/s that the sender gives the connection; infinite without a limit.
         routes: routes of the network.
         hosts: channel index of the first host.
         shared: channel index of the shared cores; -1 for none.
@@ -75,6 +76,7 @@ class FrameConnections(NamedTuple):
     source: Indices
     target: Indices
     route: Indices
+    pace: Floats
     routes: Routes
     hosts: int
     shared: int
@@ -145,8 +147,11 @@ def simulate(
     while True:
         _finish_due(nodes, graph, state, events, done, now)
         changed = _start_frames(nodes, state, begun, now)
-        if changed or shaped:
-            effective = open_capacities(capacities, tokens)
+        if shaped:
+            current = open_capacities(capacities, tokens)
+            changed = changed or not numpy.array_equal(current, effective)
+            effective = current
+        if changed:
             _set_rates(connections, state, effective)
         step = events[0][0] - now if len(events) > 0 else numpy.inf
         for number in range(len(connections.route)):
@@ -275,7 +280,7 @@ def _next_frame(number: int, head: Indices, following: Indices, key: Floats, arr
 
 @numba.njit(cache=True)
 def _set_rates(connections: FrameConnections, state: _State, capacities: Floats) -> None:
-    """Max-min fair rates by progressive filling: all grow together until a channel on their way is full."""
+    """Max-min fair rates by progressive filling: all grow together up to their paces, until a channel is full."""
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
     growing = 0
     # While rates are computed, -1 marks connections that still grow, and -2 those that this round fixes.
@@ -291,6 +296,13 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
             room = max(residual[channel], capacities[channel] * _ROUNDING)
             if load[channel] > 1e-18 and room < least * load[channel]:
                 least = room / load[channel]
+        # If no channel is full before all have grown to `least`, the paces up to there are reached.
+        for number in range(len(state.current)):
+            if state.current[number] >= 0 and state.rate[number] == -1.0 and connections.pace[number] <= least:
+                state.rate[number] = -2.0 if connections.pace[number] < numpy.inf else -1.0
+        growing -= _fix(connections, state, numpy.inf, load, residual)
+        if growing < before:
+            continue
         for number in range(len(state.current)):
             if (
                 state.current[number] >= 0
@@ -298,12 +310,7 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
                 and _meets_full(connections, state, number, residual, load, least)
             ):
                 state.rate[number] = -2.0
-        for number in range(len(state.current)):
-            if state.current[number] >= 0 and state.rate[number] == -2.0:
-                state.rate[number] = min(least, 1e30)  # finite, because an infinite rate times 0 seconds is NaN
-                growing -= 1
-                _add(connections, state, number, -1.0, load)
-                _add(connections, state, number, -state.rate[number], residual)
+        growing -= _fix(connections, state, least, load, residual)
         if growing == before:
             # If costs differ by many orders of magnitude, subtraction leaves a rounding residue on channels that no
             # growing connection uses. Recompute the loads, or this loop would never end.
@@ -311,6 +318,20 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
             for number in range(len(state.current)):
                 if state.current[number] >= 0 and state.rate[number] == -1.0:
                     _add(connections, state, number, 1.0, load)
+
+
+@numba.njit(cache=True)
+def _fix(connections: FrameConnections, state: _State, rate: float, load: Floats, residual: Floats) -> int:
+    """Fix the rates of the connections with the mark -2 at ``rate`` or their pace; returns their number."""
+    fixed = 0
+    for number in range(len(state.current)):
+        if state.current[number] >= 0 and state.rate[number] == -2.0:
+            # Finite, because an infinite rate times 0 seconds is NaN.
+            state.rate[number] = min(rate, connections.pace[number], 1e30)
+            fixed += 1
+            _add(connections, state, number, -1.0, load)
+            _add(connections, state, number, -state.rate[number], residual)
+    return fixed
 
 
 @numba.njit(cache=True)

@@ -14,7 +14,8 @@ from lightning_autosync.replay.event_simulation import Dependencies, FrameConnec
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
-from lightning_autosync.replay.stages import Flow, Stage
+from lightning_autosync.replay.paces import Paces
+from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
 
 
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
@@ -43,7 +44,7 @@ def run_frames(
     Args:
         stages: stages of the schedule.
         order: conditions of the stages' starts.
-        loads: loads of the stages, for their stretch and their busiest channels.
+        loads: loads of the stages, for their stretch, their busiest channels and the paces of connections.
         computes: [ranks] compute timelines.
         host_work: the main threads' work on shared cores; None if ranks have cores of their own.
         network, forest, constants: those of the replay.
@@ -58,10 +59,10 @@ def run_frames(
         graph.add_host_work(host_work)
     for number, stage in enumerate(stages):
         graph.add_stage(number, _stretched(stage, float(loads.stretch[number])), order, computes)
-    return graph.run(order, tokens, _fullest(loads.work / network.capacities))
+    return graph.run(order, tokens, loads.paces, fullest(loads.work / network.capacities))
 
 
-def _fullest(seconds: Floats) -> Indices:
+def fullest(seconds: Floats) -> Indices:
     """[stages] channel that each stage keeps busy the longest, -1 for none; ``seconds`` is [stages, channels]."""
     return numpy.where(seconds.max(axis=1, initial=0.0) > 0, seconds.argmax(axis=1), -1)
 
@@ -79,7 +80,7 @@ class _Pieces(NamedTuple):
         stage: stage of the flow.
         wire, values: bytes of a piece on the wire and in memory.
         frame_cost: core-seconds of a frame at each end.
-        delay: seconds of a hop beyond its time on the wire.
+        delay: seconds of a hop beyond one latency and its time on the wire.
         offset: added to the number of a pair of ranks, because the backend has connections of its own.
     """
 
@@ -193,6 +194,8 @@ class _FrameGraph:
             share = float(stage.growth[sizes[rank]]) if stage.growth is not None else 1.0
             frame = self._frame(pieces, rank, parents[rank], key, share, stage.gather + stage.seal)
             self._edges += [(before, frame) for before in inbound[rank]]
+            if stage.latencies == WITH_NOTICE:
+                self._edges.append((starts[parents[rank]], frame))
             inbound[parents[rank]].append(frame)
             added.append(frame)
         for root in (rank for rank in order if parents[rank] < 0):
@@ -226,7 +229,13 @@ class _FrameGraph:
         size = share * pieces.wire
         pair = pieces.offset + source * self._network.ranks + target
         cost = size * self._constants.host_cost + pieces.frame_cost
-        return self._node(pair, size, key, cost, pieces.delay + share * pieces.values * coding)
+        delay = pieces.delay + self._notice(source, target, pieces.stage.latencies)
+        return self._node(pair, size, key, cost, delay + share * pieces.values * coding)
+
+    def _notice(self, source: int, target: int, latencies: int) -> float:
+        """Seconds of a hop's latencies without the last one, during which the receiver's notice travels."""
+        routes = self._network.routes
+        return (latencies - 1) * float(routes.latencies[routes.between[source, target]])
 
     def _tree(self, row: int) -> tuple[list[int], list[int], list[int]]:
         trees = self._forest.trees
@@ -238,30 +247,30 @@ class _FrameGraph:
         size = stage.ring / stage.ring_steps / stage.ring_pieces
         handling = stage.hop_delay(constants, ranks)
         cost = size * constants.host_cost + stage.frame_cost(constants)
-        before = [[start] * stage.ring_pieces for start in starts]
-        last: list[int] = []
+        before: list[list[int]] = [[] for _ in starts]
         for step in range(stage.ring_steps):
             gather = size * stage.gather if step < stage.ring_steps // 2 else 0.0
             frames = []
-            for rank in range(ranks):
-                pair = (ranks + rank) * ranks + (rank + stage.ring_way) % ranks
-                frames.append([self._node(pair, size, 0.0, cost, handling + gather) for _ in range(stage.ring_pieces)])
-                for piece, frame in enumerate(frames[rank]):
-                    giver = (rank - stage.ring_way) % ranks if step else rank
-                    self._edges.append((before[giver][piece], frame))
-                    self._edges.append((starts[rank], frame))
+            for rank, start in enumerate(starts):
+                target, giver = (rank + stage.ring_way) % ranks, (rank - stage.ring_way) % ranks
+                pair = (ranks + rank) * ranks + target
+                after = handling + gather + self._notice(rank, target, WITH_NOTICE)
+                frames.append([self._node(pair, size, 0.0, cost, after) for _ in range(stage.ring_pieces)])
+                self._edges += [(begun, frame) for frame in frames[rank] for begun in (start, starts[target])]
+                self._edges += list(zip(before[giver], frames[rank], strict=False))
+                sent = [*before[rank][-GLOO_WINDOW:], *frames[rank]]
+                self._edges += list(zip(sent, sent[GLOO_WINDOW:], strict=False))
             before = frames
-            last = [frame for row in frames for frame in row]
-        return last
+        return [frame for row in before for frame in row]
 
-    def run(self, order: StartOrder, tokens: Floats, bound: Indices) -> tuple[StageTimes, float]:
+    def run(self, order: StartOrder, tokens: Floats, paces: Paces, bound: Indices) -> tuple[StageTimes, float]:
         """Simulate the graph; returns what `run_frames` does."""
         network = self._network
         columns = zip(*self._nodes, strict=True)
         pairs = numpy.array(next(columns), dtype=numpy.int64)
         used, connection = numpy.unique(pairs, return_inverse=True)
         nodes = Nodes(numpy.where(pairs < 0, -1, connection), *(numpy.array(column) for column in columns))
-        connections = self._connections(used)
+        connections = self._connections(used, paces)
         begun, sent, done = simulate(
             nodes, self._dependencies(order), connections, network.capacities, tokens, network.burst
         )
@@ -284,15 +293,19 @@ class _FrameGraph:
             self._constants.collectives,
         )
 
-    def _connections(self, pairs: Indices) -> FrameConnections:
+    def _connections(self, pairs: Indices, paces: Paces) -> FrameConnections:
         """The connections: the transport's, the backend's, and each rank's connection to itself, which has no hops."""
         network, known = self._network, self._network.routes
         routes = known.between.reshape(-1)[pairs % network.ranks**2].astype(numpy.int64)
         routes[pairs >= 2 * network.ranks**2] = len(known.latencies)
+        # The backend's connections have larger numbers, and no pace.
+        limits = numpy.full(len(pairs), numpy.inf)
+        limits[numpy.searchsorted(pairs, paces.pairs)] = paces.rates
         return FrameConnections(
             pairs % network.ranks**2 // network.ranks,
             pairs % network.ranks,
             routes,
+            limits,
             known._replace(
                 starts=numpy.append(known.starts, known.starts[-1]), latencies=numpy.append(known.latencies, 0.0)
             ),

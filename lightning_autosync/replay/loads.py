@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import Floats, Forest, Indices, Integers, NetworkArrays, Routes
+from lightning_autosync.replay.paces import Paces
 from lightning_autosync.replay.pipelines import Flows, Paths, load
-from lightning_autosync.replay.stages import Stage
+from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Stage
 
 _RIVALRY = 0.85
 """Share of common connections and similarity of loads above which two stages run one after the other."""
@@ -30,12 +31,14 @@ class Loads:
         stretch: [stages] factor by which sharing slows a stage down on links; ``work`` includes it.
         fill: [stages] seconds in which a stage runs without keeping its busiest channel busy.
         pairs: [stages, words] bit set of the pairs of ranks that a stage on trees connects.
+        paces: the connections that the transport paces.
     """
 
     work: Floats
     stretch: Floats
     fill: Floats
     pairs: NDArray[numpy.uint64]
+    paces: Paces
 
     def rivals(self) -> NDArray[numpy.bool_]:
         """[stages, stages] whether two stages on trees use nearly the same connections to nearly the same degree.
@@ -50,11 +53,11 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
     """The flows of all stages."""
     flows = [flow for stage in stages for flow in stage.flows]
     up, down, wire, values, pieces, copies = zip(*flows, strict=True) if flows else ((),) * 6
-    costs = numpy.zeros((len(stages), 5))
+    costs = numpy.zeros((len(stages), 6))
     growth = numpy.ones((len(stages), ranks + 1))
     for number, stage in enumerate(stages):
         frame, hop = stage.frame_cost(constants), stage.hop_delay(constants, ranks)
-        costs[number] = stage.gather, stage.seal, stage.open, frame, hop
+        costs[number] = stage.gather, stage.seal, stage.open, frame, hop, stage.latencies
         if stage.growth is not None:
             growth[number] = stage.growth
     return Flows(
@@ -133,16 +136,24 @@ class LoadModel:
                 ring = self._ring(stage.ring_way)
                 crowding[number] = ring.crowding
                 self._add_ring(stage, ring, work[number])
-                hop = ring.latency + flows.costs[number, 4] * min(stage.ring_pieces, 2)
-                fill[number] += stage.ring_steps * hop
+                fill[number] += self._ring_fill(stage, ring, flows.costs[number, 4])
+        paces = Paces.of(stages, flows, self._forest.trees, network, work, pairs)
         stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
         work[:, : network.links] *= stretch[:, None]
-        return Loads(work, stretch, fill, pairs)
+        return Loads(work, stretch, fill, pairs, paces)
 
     def _ring(self, way: int) -> _Ring:
         if way not in self._rings:
             self._rings[way] = _Ring.of(self._network, way)
         return self._rings[way]
+
+    def _ring_fill(self, stage: Stage, ring: _Ring, hop_delay: float) -> float:
+        """Seconds in which a ring waits for its latencies, less those in which it sends its window's other pieces."""
+        sent = stage.ring * float((ring.arcs / self._network.capacities).max())
+        pieces = stage.ring_steps * stage.ring_pieces
+        others, latency = (GLOO_WINDOW - 1) * sent / pieces, WITH_NOTICE * ring.latency
+        waiting = max(0.0, latency - others) * pieces / GLOO_WINDOW + min(latency, others)
+        return waiting + stage.ring_steps * hop_delay * min(stage.ring_pieces, 2)
 
     def _add_ring(self, stage: Stage, ring: _Ring, work: Floats) -> None:
         network, constants = self._network, self._constants

@@ -42,7 +42,7 @@ class StartOrder(NamedTuple):
         launched_last = -1
         for number, stage in enumerate(stages):
             if number and stages[number - 1].message == stage.message:
-                after[number, 0] = number - 1
+                after[number, 0] = after[number - 1, 0] if stage.beside else number - 1
             if stage.deferred:
                 # After the backward pass the engine resumes messages one by one, so each start waits for the last.
                 release[number], delay[number] = slowest.backward, stage.launch

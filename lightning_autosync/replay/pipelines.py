@@ -17,7 +17,8 @@ class Flows(NamedTuple):
     Attributes:
         stage: stage of each flow.
         up, down, wire, values, pieces, copies: as in `Flow`.
-        costs: [stages, 5] seconds per byte to gather, to seal and to open, per frame at each end, and per hop.
+        costs: [stages, 6] seconds per byte to gather, to seal and to open, per frame at each end, and per hop; then the
+            number of latencies of a hop.
         growth: [stages, ranks + 1] as in `Stage`; ones for dense stages.
         host_cost: seconds per byte, as in `Constants`.
     """
@@ -114,7 +115,7 @@ def _add_work(
 ) -> None:
     """Add one direction of a flow to the loads; count its crossings of links and record its pairs of ranks."""
     ranks, stage = paths.trees.parents.shape[1], flows.stage[flow]
-    gather, seal, opening, frame, _ = flows.costs[stage]
+    gather, seal, opening, frame, _, _ = flows.costs[stage]
     copies = flows.copies[flow]
     wire, values = copies * flows.wire[flow], copies * flows.values[flow]
     parents, sizes, growth, own = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[stage], work[stage]
@@ -150,7 +151,7 @@ def _time_hops(
     flows: Flows, paths: Paths, flow: int, way: int, tree: int, routes: Integers, count: Floats, hop_time: Floats
 ) -> None:
     """Fill in ``hop_time``: seconds of one piece from each rank to its parent, or back."""
-    gather, seal, opening, _, hop_cost = flows.costs[flows.stage[flow]]
+    gather, seal, opening, _, hop_cost, latencies = flows.costs[flows.stage[flow]]
     coding = gather + seal if way == _UP else opening
     wire, values, pieces = flows.wire[flow], flows.values[flow], flows.pieces[flow]
     parents, sizes, growth = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[flows.stage[flow]]
@@ -164,7 +165,7 @@ def _time_hops(
             slowest = max(slowest, count[hops[hop]] / capacities[hops[hop]])
         share = growth[sizes[rank] if way == _UP else len(hop_time)]
         piece = slowest * wire + share * values * coding
-        hop_time[rank] = piece / pieces + paths.routes.latencies[route] + hop_cost
+        hop_time[rank] = piece / pieces + latencies * paths.routes.latencies[route] + hop_cost
 
 
 @numba.njit(cache=True)
@@ -205,6 +206,7 @@ def _lower_margins(
 ) -> None:
     """Lower the minimal times before and after each link to those of this flow's hops."""
     stage = flows.stage[flow]
+    hop_cost, latencies = flows.costs[stage, 4], flows.costs[stage, 5]
     tree = flows.up[flow] if way == _UP else flows.down[flow]
     for rank in range(len(before)):
         parent = paths.trees.parents[tree, rank]
@@ -212,7 +214,7 @@ def _lower_margins(
             continue
         source, target = (rank, parent) if way == _UP else (parent, rank)
         route = routes[rank]
-        onwards = after[target] + paths.routes.latencies[route] + flows.costs[stage, 4]
+        onwards = after[target] + latencies * paths.routes.latencies[route] + hop_cost
         for hop in range(paths.routes.starts[route], paths.routes.starts[route + 1]):
             channel = paths.routes.hops[hop]
             lead[stage, channel] = min(lead[stage, channel], before[source])

@@ -12,8 +12,8 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.replay.compute import Compute, ComputeClock, HostWork
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.fluid import StageConditions, drain, with_host_work
-from lightning_autosync.replay.frames import count_frames, run_frames
+from lightning_autosync.replay.fluid import StageConditions, drain, with_host_work, with_paces
+from lightning_autosync.replay.frames import count_frames, fullest, run_frames
 from lightning_autosync.replay.loads import LoadModel, Loads
 from lightning_autosync.replay.network import Floats, Forest, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder, critical_path
@@ -23,8 +23,8 @@ from lightning_autosync.workload import Workload
 
 Detail = Literal["auto", "frames", "fluid"]
 
-FRAMES_LIMIT = 1500
-"""Largest number of frames in a step for which ``auto`` simulates frames."""
+FRAMES_LIMIT = 5000
+"""Largest number of frames in a step for which ``auto`` simulates frames: a step of so many takes 50 to 100 ms."""
 _STEPS = 5
 """Largest number of repeated steps until the links' token buckets are in a steady state."""
 _STEADY = 0.01
@@ -149,12 +149,20 @@ class Replay:
 
     def _run_fluid(self, step: _Step, tokens: Floats) -> tuple[StageTimes, float]:
         """Run one step with each stage as one flow; otherwise like `_run_frames`."""
-        network, count = self._network, len(step.stages)
-        conditions = StageConditions(step.loads.work, step.loads.fill, step.order, step.loads.rivals())
+        network, loads, count = self._network, step.loads, len(step.stages)
+        work, capacities = with_paces(loads, network)
+        conditions = StageConditions(work, loads.fill, step.order, loads.rivals())
         if step.host_work is not None:
             conditions = with_host_work(conditions, step.host_work, network)
-        times = drain(conditions, network.capacities, self._constants.collectives, tokens, network.burst)
-        return StageTimes._make(each[:count] for each in times), float(times.end[count:].max(initial=0.0))
+        beyond = numpy.zeros(len(capacities) - len(tokens))
+        spare = numpy.append(tokens, beyond)
+        times = drain(conditions, capacities, self._constants.collectives, spare, numpy.append(network.burst, beyond))
+        tokens[:] = spare[: len(tokens)]
+        of_stages = StageTimes._make(each[:count] for each in times)
+        # A pace is told as the busiest channel of its stage.
+        channel = fullest(loads.work / network.capacities)
+        bound = numpy.where(of_stages.bound < len(tokens), of_stages.bound, channel)
+        return of_stages._replace(bound=bound), float(times.end[count:].max(initial=0.0))
 
     def _prediction(
         self,
@@ -208,20 +216,20 @@ def replay(
 def _message_spans(step: _Step, times: StageTimes, packed: float) -> tuple[list[MessageSpan], float]:
     """The span of each message, and the time when the slowest rank has unpacked the last sum."""
     count = len(step.schedule.messages)
-    first, last = [len(step.stages)] * count, [0] * count
+    start, end = numpy.full(count, numpy.inf), numpy.zeros(count)
     now = max(step.slowest.backward, packed)
     finish = numpy.zeros(count)
     for number, stage in enumerate(step.stages):
-        first[stage.message] = min(first[stage.message], number)
-        last[stage.message] = max(last[stage.message], number)
+        start[stage.message] = min(start[stage.message], times.moved[number])
+        end[stage.message] = max(end[stage.message], times.end[number])
         finish[stage.message] += stage.finish
         if stage.deferred:
             now = max(now, float(times.start[number]))
     spans = []
     for message in step.schedule.messages:
-        start, end = float(times.moved[first[message.index]]), float(times.end[last[message.index]])
-        now = max(now, end) + float(finish[message.index])
-        spans.append(MessageSpan(message.name, start, end, step.slowest.ready[message.index]))
+        began, ended = float(start[message.index]), float(end[message.index])
+        now = max(now, ended) + float(finish[message.index])
+        spans.append(MessageSpan(message.name, began, ended, step.slowest.ready[message.index]))
     return spans, now
 
 

@@ -19,6 +19,10 @@ _INDEX_BYTES = 8
 """Bytes of the index in front of each row on the wire."""
 _GLOO_SEGMENT = 2**20
 """Bytes of the largest piece of gloo's ring, which has at least two pieces per rank."""
+GLOO_WINDOW = 2
+"""Pieces of a gloo ring that a rank has under way: before a third one, it waits for the first."""
+WITH_NOTICE = 2
+"""Latencies of a hop in gloo: the receiver's notice that it is ready travels to the sender, and then the data back."""
 ONWARDS, BACKWARDS = 1, -1
 """Directions of a ring: each rank sends to the next rank or to the previous one."""
 
@@ -50,6 +54,7 @@ class Stage:
         message: index of the message.
         collective: whether the backend carries the stage; it runs a few collectives at once, in launch order.
         deferred: whether the stage is launched only after the backward pass and after the message's previous stage.
+        beside: whether the stage runs beside the message's previous stage instead of after it.
         launch: core-seconds of each rank's main thread before the start; for a deferred stage elapsed seconds, since
             all ranks launch it at once.
         finish: seconds of each rank's main thread after its wait for the stage.
@@ -58,6 +63,7 @@ class Stage:
         ring_way: direction of the ring: `BACKWARDS` as in gloo's all-reduce, or `ONWARDS` as in its all-gather.
         ring_steps: number of sequential hops of the ring.
         ring_pieces: number of pieces that each rank sends in a ring step.
+        latencies: number of one-way latencies of a hop on trees; a hop of a ring, which is gloo's, always has two.
         growth: [ranks + 1] share of a range that the sum over k ranks fills; only for sparse rows.
         gather, seal, open: core-seconds per byte of values to add a contribution, to encode, and to decode the sum.
         handling: core-seconds per frame at each end, on top of the cost of every frame.
@@ -66,6 +72,7 @@ class Stage:
     message: int
     collective: bool
     deferred: bool = False
+    beside: bool = False
     launch: float = 0.0
     finish: float = 0.0
     flows: tuple[Flow, ...] = ()
@@ -73,6 +80,7 @@ class Stage:
     ring_way: int = BACKWARDS
     ring_steps: int = 0
     ring_pieces: int = 2
+    latencies: int = 1
     growth: Floats | None = None
     gather: float = 0.0
     seal: float = 0.0
@@ -84,7 +92,7 @@ class Stage:
         return self.handling + (constants.message_cost if self.collective else constants.frame_cost)
 
     def hop_delay(self, constants: Constants, ranks: int) -> float:
-        """Seconds that a hop takes beyond its time on the wire, without the cost of its bytes."""
+        """Seconds that a hop takes beyond its latencies and its time on the wire, without the cost of its bytes."""
         return constants.hop_delay(self.collective, ranks) + constants.crowd(ranks) * self.handling
 
 
@@ -102,32 +110,29 @@ class StageMaker:
         """The stages of a message, first to last."""
         if message.rows:
             return self._rows(message)
-        low_rank = len(message.rounds) > 1
-        stages = []
-        for round in message.rounds:
-            if isinstance(round.transfers[0], AllToAll) if round.transfers else False:
-                stages += self._all_to_all(message, round)
-            elif isinstance(round.transfers[0], TwoLevelAllReduce) if round.transfers else False:
-                stages += self._two_levels(message, round)
-            elif message.in_shared_memory:
-                stages.append(self._shared_memory(message, round))
-            elif message.collective:
-                stages.append(self._all_reduce(message, round))
-            else:
-                stages.append(self._trees(message, round))
-        if low_rank:
-            self._add_factors(message, stages)
-        return stages
+        rounds = [self._round(message, round) for round in message.rounds]
+        if len(rounds) > 1:
+            self._add_factors(message, *rounds)
+        return [stage for stages in rounds for stage in stages]
 
-    def _add_factors(self, message: Message, stages: list[Stage]) -> None:
+    def _round(self, message: Message, round: Round) -> list[Stage]:
+        if isinstance(round.transfers[0], AllToAll) if round.transfers else False:
+            return self._all_to_all(message, round)
+        if isinstance(round.transfers[0], TwoLevelAllReduce) if round.transfers else False:
+            return self._two_levels(message, round)
+        if message.in_shared_memory:
+            return [self._shared_memory(message, round)]
+        return self._all_reduces(message, round) if message.collective else [self._trees(message, round)]
+
+    def _add_factors(self, message: Message, first: Sequence[Stage], second: Sequence[Stage]) -> None:
         """Add the cost of PowerSGD: a matrix product before each of the two rounds, and one after both."""
         size = message.numel * ITEMSIZE[message.dtype]
         encode = size * self._constants.encode.seconds_per_byte("powersgd")
-        second = len(stages) // 2
-        stages[0].launch += encode
-        stages[second].launch += self._crowd * encode
-        stages[second].deferred = True
-        stages[-1].finish += self._crowd * size * self._constants.decode.seconds_per_byte("powersgd")
+        first[0].launch += encode
+        second[0].launch += self._crowd * encode
+        for stage in second:
+            stage.deferred = stage.deferred or stage is second[0] or stage.beside
+        second[-1].finish += self._crowd * size * self._constants.decode.seconds_per_byte("powersgd")
 
     def _coding(self, message: Message) -> tuple[float, float]:
         """Core-seconds per byte of values to encode and to decode."""
@@ -162,29 +167,36 @@ class StageMaker:
         gather = decode + 1 / self._constants.reduce_rate
         return Stage(message.index, False, flows=tuple(flows), gather=gather, seal=encode, open=decode)
 
-    def _all_reduce(self, message: Message, round: Round) -> Stage:
-        """gloo's ring all-reduce, from each rank to the previous one: 2 (n - 1) steps with 1/n of the range each.
-
-        The rings of several transfers are merged into one. The backend runs ``collectives`` of them at once: their
-        pieces share a step, and the groups of concurrent rings follow each other.
-        """
-        constants, ranks = self._constants, self._ranks
+    def _all_reduces(self, message: Message, round: Round) -> list[Stage]:
+        """A stage for each of the backend's threads that take part: transfers go to the threads in turn."""
         transfers = [transfer for transfer in round.transfers if isinstance(transfer, AllReduce)]
-        wire = sum(self._wire(message, transfer.start, transfer.stop, round.length) for transfer in transfers)
+        threads = max(1, min(len(transfers), self._constants.collectives))
+        stages = [self._rings(message, round, transfers[thread::threads]) for thread in range(threads)]
+        for stage in stages[1:]:
+            stage.beside = True
         values = round.length * ITEMSIZE[message.dtype]
         encode, decode = self._coding(message)
+        stages[0].launch += values * encode
+        stages[0].finish += self._crowd * values * decode
+        return stages
+
+    def _rings(self, message: Message, round: Round, transfers: Sequence[AllReduce]) -> Stage:
+        """gloo's ring all-reduces, one after the other, as one ring.
+
+        Each goes from every rank to the previous one, in 2 (n - 1) steps with 1/n of the range each.
+        """
+        constants, ranks = self._constants, self._ranks
+        wire = sum(self._wire(message, transfer.start, transfer.stop, round.length) for transfer in transfers)
+        values = sum(transfer.stop - transfer.start for transfer in transfers) * ITEMSIZE[message.dtype]
         steps = 2 * (ranks - 1)
-        following = -(-len(transfers) // constants.collectives)
         part = wire / max(1, len(transfers)) / ranks
-        pieces = len(transfers) * max(2, round_up(part / _GLOO_SEGMENT))
         return Stage(
             message.index,
             True,
-            launch=len(transfers) * constants.collective_cost + values * encode,
-            finish=self._crowd * values * decode,
+            launch=len(transfers) * constants.collective_cost,
             ring=steps * wire / ranks,
-            ring_steps=steps * following,
-            ring_pieces=-(-pieces // max(1, following)),
+            ring_steps=steps * len(transfers),
+            ring_pieces=max(2, round_up(part / _GLOO_SEGMENT)),
             gather=values / max(wire, 1.0) / constants.reduce_rate,
         )
 
@@ -222,8 +234,16 @@ class StageMaker:
         launch = self._constants.collective_cost + 2 * (self._ranks - 1) * self._constants.pair_cost
         before, between = launch + every * pack, self._crowd * (launch + summing)
         return [
-            Stage(message.index, True, launch=before, flows=there),
-            Stage(message.index, True, deferred=True, launch=between, finish=self._crowd * unpack, flows=back),
+            Stage(message.index, True, launch=before, flows=there, latencies=WITH_NOTICE),
+            Stage(
+                message.index,
+                True,
+                deferred=True,
+                launch=between,
+                finish=self._crowd * unpack,
+                flows=back,
+                latencies=WITH_NOTICE,
+            ),
         ]
 
     def _two_levels(self, message: Message, round: Round) -> list[Stage]:

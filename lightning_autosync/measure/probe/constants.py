@@ -86,13 +86,14 @@ def _of_collectives(
     - ``collective_cost``: core-seconds of the main thread for one more collective in a backward pass.
     - ``message_cost``: core-seconds for sending or receiving one piece of a small ring all-reduce, without the launch.
       Over n ranks the ring takes 2 (n - 1) consecutive steps. Each step sends and receives `PIECES` pieces.
-    - ``message_delay``: seconds for each piece of a step beyond the links' latency and the cores' time.
+    - ``message_delay``: seconds for each piece of a step beyond the links' latencies and the cores' time. A step has
+      two latencies: the receiver's notice that it is ready, then the data.
     - ``pair_cost``: core-seconds for sending or receiving one pair's number in an all-to-all, without the launch.
     """
     ring, exchange = (costs["small_collectives"][scheduling][kind] for kind in ("ring", "all_to_all"))
     launch, steps = costs["launch_core"], 2 * (ranks - 1)
     message = max(0.0, ring["core"] - launch) / (2 * PIECES * steps)
-    beyond = (ring["seconds"] - crowd * launch) / steps - latency - 2 * PIECES * crowd * message
+    beyond = (ring["seconds"] - crowd * launch) / steps - 2 * latency - 2 * PIECES * crowd * message
     return {
         "collective_cost": launch,
         "message_cost": message,

@@ -13,7 +13,6 @@ from clusters import shared_nodes, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.engine.connections import tune_connection
-from lightning_autosync.engine.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates, pipeline_stretches
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import (
     Compressor,
@@ -26,6 +25,7 @@ from lightning_autosync.plan import (
     builders,
     compile_plan,
 )
+from lightning_autosync.plan.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates, pipeline_stretches
 from lightning_autosync.workload import Variable, Workload
 
 LARGE = Workload(name="large", variables=tuple(Variable(name=f"v{index}", shape=(400_000,)) for index in range(4)))

@@ -204,8 +204,8 @@ def test_constants_follow_from_their_measurements(tmp_path):
     constants = fit_constants(PROBE, "batch", machines=1, devices=[1, 1, 1, 1], accelerated=False)
     # 6 steps of two pieces, each sent and received, in what the launch leaves of the core-seconds.
     assert constants.message_cost == pytest.approx((0.27e-3 - 30e-6) / 24)
-    # Four ranks on two cores: all but the launch, 20 us on the way and the cores' time of each step, for each piece.
-    step = (1.5e-3 - 2 * 30e-6) / 6 - 20e-6 - 2 * 4 * constants.message_cost
+    # Four ranks on two cores: all but the launch, 20 us each way and the cores' time of each step, for each piece.
+    step = (1.5e-3 - 2 * 30e-6) / 6 - 2 * 20e-6 - 2 * 4 * constants.message_cost
     assert constants.hop_delay(collective=True, ranks=4) * 2 == pytest.approx(step)
     assert constants.pair_cost == pytest.approx(20e-6)
     assert constants.wake_up == pytest.approx(60e-6 - 20e-6 - 2 * 10e-6)

@@ -67,6 +67,7 @@ def test_they_cost_what_each_by_itself_does(topology: str, shards: int, compress
     ]
     assert counts[0] < counts[1] if (topology, shards) == ("ring", 3) else counts[0] <= counts[1]
     together, alone = (replay.predict(each, detail) for replay, each in zip(replays, (shared, apart), strict=True))
-    assert together.step_time == pytest.approx(alone.step_time, rel=1e-3)
+    # Frames of equal urgency may take turns in another order, which matters a little on paced connections.
+    assert together.step_time == pytest.approx(alone.step_time, rel=5e-3)
     numpy.testing.assert_allclose(together.demand, alone.demand, rtol=1e-9)
-    assert together.timeline.links == pytest.approx(alone.timeline.links, rel=1e-3)
+    assert together.timeline.links == pytest.approx(alone.timeline.links, rel=5e-3)

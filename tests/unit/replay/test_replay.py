@@ -88,6 +88,16 @@ def test_times_measured_on_emulated_links() -> None:
     assert max(errors) < 0.15
 
 
+def test_plans_of_a_few_thousand_frames_are_priced_in_frames() -> None:
+    """Messages that share only some connections wait for them there, which a fluid leaves out."""
+    spec = ClusterSpec.star([70e6, *[10e6] * 7])
+    work = Workload(name="three", variables=tuple(Variable(name=f"p{number}", shape=(500_000,)) for number in range(3)))
+    made = compiled("all_reduce", work, spec, topology="tree", bucket_bytes=1)
+    pricing = Replay(work, spec)
+    assert 2000 < count_frames(pricing._prepare(made).stages, 8) < FRAMES_LIMIT
+    assert pricing.predict(made).step_time == pricing.predict(made, "frames").step_time
+
+
 def test_plans_of_many_frames_are_priced_as_fluids() -> None:
     spec = CLUSTERS["racks"]
     made = compiled("packed_trees", MANY, spec, bucket_bytes=1)
