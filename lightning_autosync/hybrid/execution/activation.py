@@ -49,6 +49,7 @@ class Surroundings:
         self.in_pass = False
         self._warned = False
         self._changed: Any = WeakTensorKeyDictionary()
+        _guard_autograd_functions()
 
     def home(self, rows: int | None = 0) -> Layout:
         """The home layout, in which code outside of layers sees values."""
@@ -235,3 +236,31 @@ def bring_home(tree: Any) -> Any:
     if not any(isinstance(leaf, Activation) for leaf in leaves):
         return tree
     return tree_unflatten([leaf.home() if isinstance(leaf, Activation) else leaf for leaf in leaves], structure)
+
+
+def _guard_autograd_functions() -> None:
+    """Let ``torch.autograd.Function.apply`` get plain tensors, because it does not ask ``__torch_function__``."""
+    # ``Function.apply`` calls ``apply`` of this parent, which has none of its own. Here the guard also works for aliases
+    # that are older (``reverse = Reverse.apply``).
+    parent: Any = torch.autograd.function._SingleLevelFunction
+    if "apply" in vars(parent):
+        return
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(cls, "takes_parts", False) and cls.__name__ != _SAVES_INPUTS:
+            args, kwargs = bring_home((args, kwargs))
+        found = super(parent, cls).apply(*args, **kwargs)
+        made = found if isinstance(found, tuple) else (found,)
+        if torch.is_grad_enabled() and any(isinstance(item, Activation) for item in made):
+            raise AutoSyncError(
+                f"{cls.__name__}: its forward pass returned a split value, which gets no gradient; for "
+                "torch.utils.checkpoint use use_reentrant=False, otherwise set the output layout of the layer that makes "
+                "the value to 'batch' along all dimensions"
+            )
+        return found
+
+    parent.apply = classmethod(apply)
+
+
+_SAVES_INPUTS = "_NoopSaveInputs"
+"""A function in ``torch.utils.checkpoint`` of some versions; it keeps inputs as they are, to run a block again."""

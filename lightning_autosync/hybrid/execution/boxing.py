@@ -30,6 +30,8 @@ def change_layout(value: Tensor, source: Layout, states: Sequence[State], mesh: 
 class _Change(torch.autograd.Function):
     """One move of a value; backward makes the opposite move of its gradient."""
 
+    takes_parts = True
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, move: Move, mesh: LiveMesh) -> Tensor:
         ctx.move, ctx.mesh = move, mesh

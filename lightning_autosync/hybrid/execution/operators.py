@@ -94,6 +94,8 @@ class SplitOperator:
 class _Once(torch.autograd.Function):
     """The value on the first rank and zeros on the others; every rank gets the whole gradient."""
 
+    takes_parts = True
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, first: bool) -> Tensor:
         return value.clone() if first else torch.zeros_like(value)
