@@ -21,6 +21,15 @@ def test_copies_that_are_not_reduced_are_compared(pool: Any) -> None:
         assert found.startswith("ExchangeError: replicas differ: the weights of 'down.bias' on rank 1")
 
 
+@pytest.mark.parametrize("between", ["own backward", "hook"])
+def test_gradients_that_code_between_layers_changes(pool: Any, between: str) -> None:
+    assert max(pool.run(unlike.distance, between=between)) < 1e-12
+
+
+def test_gradients_that_are_retained_or_asked_for(pool: Any) -> None:
+    assert max(pool.run(unlike.gradients_of_a_value)) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("between", "told"),
     [

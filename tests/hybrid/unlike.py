@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,29 @@ def _sometimes(module: Between, value: Tensor, x: Tensor) -> Tensor:
     return value * module.scale
 
 
+class Bent(torch.autograd.Function):
+    """The value, whose gradient is another than it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _bend(gradients[0])
+
+
+def _bend(gradient: Tensor) -> Tensor:
+    """Depends on the scale of a gradient, and on the places of its elements."""
+    return gradient * gradient.abs() * torch.arange(1, gradient.numel() + 1).view(gradient.shape)
+
+
+def _hooked(module: Between, value: Tensor, x: Tensor) -> Tensor:
+    made = torch.tanh(value)
+    value.register_hook(_bend)
+    return made + value
+
+
 BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
     "count": lambda module, value, x: value / (x > -1).sum(),
     "mask": lambda module, value, x: value.masked_fill((x > 0).all(0).repeat(HIDDEN // INPUTS), 0.0),
@@ -58,6 +82,8 @@ BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
     "running buffer": _running,
     "sometimes changed": _sometimes,
     "part of a buffer": lambda module, value, x: value * module.scale[len(x[x > 0]) :][:1],
+    "own backward": lambda module, value, x: Bent.apply(value),
+    "hook": _hooked,
     "number": lambda module, value, x: value * float((x > 0).sum()),
     "layer": _either,
 }
@@ -110,6 +136,30 @@ def distance(between: str) -> float:
             assert own is not None
             far.append(float((own - split.parts[name].shard.take(parameter.grad / 2)).abs().max()))
     return max(far)
+
+
+def gradients_of_a_value() -> float:
+    """How far gradients of a split value are from those under data parallelism."""
+    if dist.get_rank() >= 2:
+        mesh_groups(PLAN, range(2))
+        return 0.0
+    torch.manual_seed(1)
+    module, inputs = Between("own mask").double(), make_inputs(alike=False)
+    expected = _both_gradients(module, inputs)
+    with make_split(module).forward(inputs):
+        found = _both_gradients(module, inputs)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def _both_gradients(module: Between, inputs: Tensor) -> list[Tensor]:
+    value = module.up(inputs)
+    value.retain_grad()
+    loss = bring_home(module.down(torch.tanh(value))).square().mean()
+    (asked,) = torch.autograd.grad(loss, value, retain_graph=True)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    assert value.grad is not None
+    return [asked, value.grad]
 
 
 def changed_copy() -> str:

@@ -141,8 +141,10 @@ class Activation(Tensor):
         local: the rank's part.
         placement: layout of the value.
         surroundings: surroundings of the split model.
+        retained: the gradient, in the home layout, after `retain_grad` and a backward pass.
     """
 
+    retained: Tensor | None = None
     local: Tensor
     placement: Layout
     surroundings: Surroundings
@@ -240,8 +242,8 @@ def bring_home(tree: Any) -> Any:
 
 def _guard_autograd_functions() -> None:
     """Let ``torch.autograd.Function.apply`` get plain tensors, because it does not ask ``__torch_function__``."""
-    # ``Function.apply`` calls ``apply`` of this parent, which has none of its own. Here the guard also works for aliases
-    # that are older (``reverse = Reverse.apply``).
+    # ``Function.apply`` calls ``apply`` of this parent, which has none of its own. Here the guard also works for older
+    # aliases (``reverse = Reverse.apply``).
     parent: Any = torch.autograd.function._SingleLevelFunction
     if "apply" in vars(parent):
         return
@@ -254,8 +256,8 @@ def _guard_autograd_functions() -> None:
         if torch.is_grad_enabled() and any(isinstance(item, Activation) for item in made):
             raise AutoSyncError(
                 f"{cls.__name__}: its forward pass returned a split value, which gets no gradient; for "
-                "torch.utils.checkpoint use use_reentrant=False, otherwise set the output layout of the layer that makes "
-                "the value to 'batch' along all dimensions"
+                "torch.utils.checkpoint use use_reentrant=False, otherwise set the output layout of the layer that "
+                "makes the value to 'batch' along all dimensions"
             )
         return found
 
