@@ -34,6 +34,8 @@ def test_gradients_that_are_retained_or_asked_for(pool: Any) -> None:
     ("between", "told"),
     [
         ("number", "the last pass combined split values with a Python number that differs between rank 1 and rank 0"),
+        ("input without samples", "in the last pass split layer 'common' got another input on rank 1 than on rank 0"),
+        ("index without samples", "in the last pass split layer 'table' got another input on rank 1 than on rank 0"),
         ("layer", "the last pass called different split layers, or used different shapes, on rank 1 than on rank 0"),
     ],
 )

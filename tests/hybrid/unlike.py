@@ -27,6 +27,8 @@ class Between(nn.Module):
     def __init__(self, between: str) -> None:
         super().__init__()
         self.up, self.other = nn.Linear(INPUTS, HIDDEN), nn.Linear(INPUTS, HIDDEN)
+        self.common = nn.Linear(INPUTS, HIDDEN)
+        self.table = nn.Embedding(INPUTS, HIDDEN)
         self.down = nn.Linear(HIDDEN, OUTPUTS)
         self.register_buffer("pattern", torch.arange(HIDDEN) % 3)
         self.register_buffer("scale", torch.linspace(1.0, 2.0, HIDDEN))
@@ -86,12 +88,16 @@ BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
     "hook": _hooked,
     "number": lambda module, value, x: value * float((x > 0).sum()),
     "layer": _either,
+    "input without samples": lambda module, value, x: value + module.common(x.mean(0)),
+    "index without samples": lambda module, value, x: value + module.table((x[0] > 0).sum().clamp(max=7)),
 }
 PLAN = HybridPlan(
     mesh=(2,),
     layers=(
         LayerPlan(module="up", signature=("col",)),
         LayerPlan(module="other", signature=("col",)),
+        LayerPlan(module="common", signature=("col",), batch_axis=None),
+        LayerPlan(module="table", signature=("col",), batch_axis=None),
         LayerPlan(module="down", signature=("row",), output=("batch",)),
     ),
 )

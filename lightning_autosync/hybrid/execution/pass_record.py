@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_autosync.hybrid.execution.compared_buffers import checksum
 
 
 class PassRecord:
@@ -17,6 +22,7 @@ class PassRecord:
         self._calls = 0
         self._numbers = 0
         self._buffers = 0
+        self._inputs: list[tuple[str, Tensor]] = []
 
     def note(self, *facts: object) -> None:
         """Note a call of a split operator or a change of layout."""
@@ -32,8 +38,15 @@ class PassRecord:
         """Note the contents of a buffer that the pass changed on this rank, and then used as if all ranks had."""
         self._buffers = zlib.crc32(repr(checksum).encode(), self._buffers)
 
-    def take(self) -> tuple[int, int, int]:
-        """The checksums of calls, of numbers and of changed buffers since the last call."""
-        found = self._calls, self._numbers, self._buffers
+    def note_input(self, layer: str, value: Tensor) -> None:
+        """Note an input that a split layer takes for the same on all ranks."""
+        self.note("input", layer)
+        self._inputs.append((layer, checksum(value)))  # read in `take`, because here it would wait for a GPU
+
+    def take(self) -> tuple[int, int, int, list[list[Any]]]:
+        """The checksums of calls, of numbers, of changed buffers and of each layer's inputs since the last call."""
+        inputs = [[layer, int(found)] for layer, found in self._inputs]
+        found = self._calls, self._numbers, self._buffers, inputs
         self._calls = self._numbers = self._buffers = 0
+        self._inputs.clear()
         return found
