@@ -8,6 +8,8 @@ import pytest
 
 from hybrid import unlike
 
+NUMBER = "the last pass combined split values with a Python number that differs between rank 1 and rank 0"
+
 
 @pytest.mark.parametrize(
     "between", ["count", "mask", "own mask", "running buffer", "sometimes changed", "part of a buffer"]
@@ -33,7 +35,7 @@ def test_gradients_that_are_retained_or_asked_for(pool: Any) -> None:
 @pytest.mark.parametrize(
     ("between", "told"),
     [
-        ("number", "the last pass combined split values with a Python number that differs between rank 1 and rank 0"),
+        *((name, NUMBER) for name in ("number", "NumPy's number", "index", "slice", "sizes", "scale")),
         ("input without samples", "in the last pass split layer 'common' got another input on rank 1 than on rank 0"),
         ("index without samples", "in the last pass split layer 'table' got another input on rank 1 than on rank 0"),
         ("layer", "the last pass called different split layers, or used different shapes, on rank 1 than on rank 0"),

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -77,6 +78,20 @@ def _hooked(module: Between, value: Tensor, x: Tensor) -> Tensor:
     return made + value
 
 
+def _own(x: Tensor) -> int:
+    """A number that is 1 on rank 1 unless samples are alike."""
+    return int(x.sum() > 0)
+
+
+def _twice(value: Tensor) -> Tensor:
+    return torch.cat([value[:, None], -value[:, None]], 1)
+
+
+def _attend(value: Tensor, scale: float) -> Tensor:
+    heads = value.view(len(value), 1, 4, HIDDEN // 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, scale=scale).transpose(1, 2).reshape(value.shape)
+
+
 BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
     "count": lambda module, value, x: value / (x > -1).sum(),
     "mask": lambda module, value, x: value.masked_fill((x > 0).all(0).repeat(HIDDEN // INPUTS), 0.0),
@@ -87,6 +102,11 @@ BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
     "own backward": lambda module, value, x: Bent.apply(value),
     "hook": _hooked,
     "number": lambda module, value, x: value * float((x > 0).sum()),
+    "NumPy's number": lambda module, value, x: value * np.float32((x > 0).sum()),
+    "index": lambda module, value, x: _twice(value)[:, _own(x)],
+    "slice": lambda module, value, x: _twice(value)[:, _own(x) :][:, 0],
+    "sizes": lambda module, value, x: _twice(value).split([1 + _own(x), 1 - _own(x)], 1)[0][:, -1],
+    "scale": lambda module, value, x: _attend(value, 1.0 + _own(x)),
     "layer": _either,
     "input without samples": lambda module, value, x: value + module.common(x.mean(0)),
     "index without samples": lambda module, value, x: value + module.table((x[0] > 0).sum().clamp(max=7)),

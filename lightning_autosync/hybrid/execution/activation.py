@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_autosync.errors import AutoSyncError
@@ -184,6 +184,7 @@ class Activation(Tensor):
             args, kwargs = _with_value_first(func, args, kwargs)
             found = handler(func, args, kwargs)
             if found is not NotImplemented:
+                _note_numbers(func, (args, dict(kwargs)), found)
                 return found
         return run_at_home(func, args, kwargs)
 
@@ -193,6 +194,14 @@ class Activation(Tensor):
             f"{func}: a split value reached a function below torch's Python interface. Set the output layout of the "
             "layer that makes the value to 'batch' along all dimensions"
         )
+
+
+def _note_numbers(func: Callable[..., Any], arguments: Any, found: Any) -> None:
+    """Note the numbers that a function took to make parts; where it made whole values, ranks may have their own."""
+    made = found if type(found) is tuple else (found,)
+    value = next((item for item in made if isinstance(item, Activation)), None)
+    if value is not None and not value.placement.home:
+        value.surroundings.record.note_numbers(func.__name__, tree_leaves(arguments))
 
 
 def _with_value_first(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from numbers import Number
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_autosync.hybrid.execution.compared_buffers import checksum
@@ -28,9 +30,9 @@ class PassRecord:
         """Note a call of a split operator or a change of layout."""
         self._calls = zlib.crc32(repr(facts).encode(), self._calls)
 
-    def note_numbers(self, name: str, operands: Iterable[object]) -> None:
-        """Note the numbers among the operands of a function that worked on a part."""
-        numbers = [item for item in operands if isinstance(item, int | float | complex)]
+    def note_numbers(self, name: str, arguments: Iterable[object]) -> None:
+        """Note the numbers, those of NumPy too, slices and shapes among the arguments of a function of parts."""
+        numbers = [str(item) for item in arguments if isinstance(item, Number | slice | torch.Size)]
         if numbers:
             self._numbers = zlib.crc32(repr((name, numbers)).encode(), self._numbers)
 
