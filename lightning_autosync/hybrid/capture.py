@@ -15,7 +15,7 @@ from lightning_autosync.errors import WorkloadError
 from lightning_autosync.hybrid.axes import Axes
 from lightning_autosync.hybrid.graph import Edge, Graph, Loose, Operator, Value, Weight, Work
 from lightning_autosync.hybrid.recording import Call, operator_paths, record
-from lightning_autosync.hybrid.signatures import HOME, feature_axis, kind_of, rules_of
+from lightning_autosync.hybrid.signatures import HOME, class_of, feature_axis, kind_of, rules_of
 from lightning_autosync.hybrid.tracing import Node, Trace, trace
 from lightning_autosync.hybrid.validation import fingerprint
 from lightning_autosync.workload.description import title
@@ -160,7 +160,7 @@ def _notes(module: nn.Module) -> list[str]:
     unknown: dict[str, list[str]] = defaultdict(list)
     for path, part in operator_paths(module).items():
         if kind_of(part) == "unknown":
-            unknown[type(part).__name__].append(path)
+            unknown[class_of(part)].append(path)
     return [
         (
             f"{name} cannot be split by this release, only data parallelism is possible "

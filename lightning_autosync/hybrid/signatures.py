@@ -107,8 +107,10 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 def kind_of(module: nn.Module) -> Kind:
     """The kind of a module, by its class."""
-    # Subclasses may compute something else, so only the exact class is accepted.
+    # Subclasses and instances with another ``forward`` (as adapters set) may compute something else.
     kind: type = type(module)
+    if _has_own_forward(module):
+        return "unknown"
     if kind is nn.Linear:
         return "linear"
     if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
@@ -122,6 +124,15 @@ def kind_of(module: nn.Module) -> Kind:
     if isinstance(module, _BatchNorm):
         return "batch_norm"
     return "norm" if kind in _NORMS else "unknown"
+
+
+def class_of(module: nn.Module) -> str:
+    """The class of a module for messages, which say if its instance has another ``forward``."""
+    return type(module).__name__ + (" with another forward" if _has_own_forward(module) else "")
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module)
 
 
 def _splits_by_heads(module: nn.MultiheadAttention) -> bool:
@@ -151,7 +162,7 @@ def refusal(module: nn.Module, signature: Sequence[Signature], mesh: Sequence[in
     rules = rules_of(module)
     for name in signature:
         if name not in rules:
-            return f"{type(module).__name__} has no signature '{name}'; allowed: {', '.join(rules)}"
+            return f"{class_of(module)} has no signature '{name}'; allowed: {', '.join(rules)}"
     cut: dict[tuple[str, int], int] = {}
     for name, size in zip(signature, mesh, strict=True):
         for place in rules[name].axes.items():

@@ -254,10 +254,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             return Choice(reason=str(error)), None
         place = cluster, self._memory, self.num_nodes, self.num_processes
         # Ranks may search for batches of other shapes, and must still try the same plans in the same order.
-        found = common_choice(agree(lambda: choose_hybrid_plan(first, *place), lambda _: {}))
-        if found.plans:
-            require_equal_structures(self._plain)
-        return found, first
+        return common_choice(agree(lambda: choose_hybrid_plan(first, *place), lambda _: {})), first
 
     def _check_arguments(self) -> None:
         if self._settings.error is not None:
@@ -288,6 +285,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
 
     def _first_that_is_right(self, choice: Choice, task: Task) -> SplitReplica | None:
         """A replica for the first plan that passes the check; None if none does. A plan of the user must pass."""
+        require_equal_structures(self._plain)  # broadcasts of unlike tensors end the process
         self._refuse_loss_scaling()
         follow_rank_zero(self._plain, self._settings.initial_buffers)
         for plan in choice.plans:

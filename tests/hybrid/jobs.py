@@ -461,6 +461,12 @@ def _with_coupled() -> LightningModule:
     return job
 
 
+def _with_buffer(buffer: Tensor) -> LightningModule:
+    job = Wide()
+    job.register_buffer("own", buffer)
+    return job
+
+
 def _fit(job: LightningModule, plan: Any, **options: Any) -> None:
     make_trainer(AutoDDLStrategy(plan=plan, timeout=20), **options).fit(job)
 
@@ -491,12 +497,17 @@ _REFUSED: dict[str, Any] = {
     "other memory": lambda: _search(memory=f"{dist.get_rank() + 1} GB"),
     "other cluster": lambda: _search(cluster=ClusterSpec.uniform(2, bandwidth=f"{dist.get_rank() + 1} Gbit/s")),
     "data": lambda: _fit(Damaged(), wide_plan()),
+    "buffer size": lambda: _fit(_with_buffer(torch.zeros(1000 * (1 + dist.get_rank()))), wide_plan()),
+    "buffer dtype": lambda: _fit(_with_buffer(torch.zeros(8).to(_FLOATS[dist.get_rank()])), wide_plan()),
     "scaler": lambda: _fit(Wide(), wide_plan(), plugins=_scaled()),
     "compressed file": lambda: AutoDDLStrategy(plan=_saved(_compressed())),
     "relaxed file": lambda: AutoDDLStrategy(plan=_saved(_sync_plan("periodic"))),
     "served file": lambda: AutoDDLStrategy(plan=_saved(_served())),
     "other file": lambda: _fit(Wide(), _saved(_sync_plan()) if dist.get_rank() else wide_plan()),
 }
+
+
+_FLOATS = (torch.float32, torch.float64)
 
 
 def _sync_plan(name: str = "ps") -> SyncPlan:

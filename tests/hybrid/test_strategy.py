@@ -180,6 +180,11 @@ def test_compiled_parts(pair: SharedPool, part: str) -> None:
         ("relaxed file", "plan.yaml: its semantics are 'relaxed'; allowed: a hybrid plan"),
         ("served file", "plan.yaml: its servers step; allowed: a hybrid plan"),
         ("other file", "PlanError: plan: rank 1 has "),
+        ("buffer size", "PlanError: model: buffer 'own': shape is [2000] on rank 1, and [1000] on rank 0"),
+        (
+            "buffer dtype",
+            "PlanError: model: buffer 'own': dtype is torch.float64 on rank 1, and torch.float32 on rank 0",
+        ),
         ("data", "AutoSyncError: on rank 1 only: ValueError: the disk is gone"),
     ],
 )

@@ -8,6 +8,8 @@ import pytest
 
 from hybrid import unlike
 
+NUMBER = "the last pass combined split values with a Python number that differs between rank 1 and rank 0"
+
 
 @pytest.mark.parametrize(
     "between", ["count", "mask", "own mask", "running buffer", "sometimes changed", "part of a buffer"]
@@ -21,10 +23,21 @@ def test_copies_that_are_not_reduced_are_compared(pool: Any) -> None:
         assert found.startswith("ExchangeError: replicas differ: the weights of 'down.bias' on rank 1")
 
 
+@pytest.mark.parametrize("between", ["own backward", "hook"])
+def test_gradients_that_code_between_layers_changes(pool: Any, between: str) -> None:
+    assert max(pool.run(unlike.distance, between=between)) < 1e-12
+
+
+def test_gradients_that_are_retained_or_asked_for(pool: Any) -> None:
+    assert max(pool.run(unlike.gradients_of_a_value)) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("between", "told"),
     [
-        ("number", "the last pass combined split values with a Python number that differs between rank 1 and rank 0"),
+        *((name, NUMBER) for name in ("number", "NumPy's number", "index", "slice", "sizes", "scale")),
+        ("input without samples", "in the last pass split layer 'common' got another input on rank 1 than on rank 0"),
+        ("index without samples", "in the last pass split layer 'table' got another input on rank 1 than on rank 0"),
         ("layer", "the last pass called different split layers, or used different shapes, on rank 1 than on rank 0"),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,6 +28,8 @@ class Between(nn.Module):
     def __init__(self, between: str) -> None:
         super().__init__()
         self.up, self.other = nn.Linear(INPUTS, HIDDEN), nn.Linear(INPUTS, HIDDEN)
+        self.common = nn.Linear(INPUTS, HIDDEN)
+        self.table = nn.Embedding(INPUTS, HIDDEN)
         self.down = nn.Linear(HIDDEN, OUTPUTS)
         self.register_buffer("pattern", torch.arange(HIDDEN) % 3)
         self.register_buffer("scale", torch.linspace(1.0, 2.0, HIDDEN))
@@ -51,6 +55,43 @@ def _sometimes(module: Between, value: Tensor, x: Tensor) -> Tensor:
     return value * module.scale
 
 
+class Bent(torch.autograd.Function):
+    """The value, whose gradient is another than it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _bend(gradients[0])
+
+
+def _bend(gradient: Tensor) -> Tensor:
+    """Depends on the scale of a gradient, and on the places of its elements."""
+    return gradient * gradient.abs() * torch.arange(1, gradient.numel() + 1).view(gradient.shape)
+
+
+def _hooked(module: Between, value: Tensor, x: Tensor) -> Tensor:
+    made = torch.tanh(value)
+    value.register_hook(_bend)
+    return made + value
+
+
+def _own(x: Tensor) -> int:
+    """A number that is 1 on rank 1 unless samples are alike."""
+    return int(x.sum() > 0)
+
+
+def _twice(value: Tensor) -> Tensor:
+    return torch.cat([value[:, None], -value[:, None]], 1)
+
+
+def _attend(value: Tensor, scale: float) -> Tensor:
+    heads = value.view(len(value), 1, 4, HIDDEN // 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, scale=scale).transpose(1, 2).reshape(value.shape)
+
+
 BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
     "count": lambda module, value, x: value / (x > -1).sum(),
     "mask": lambda module, value, x: value.masked_fill((x > 0).all(0).repeat(HIDDEN // INPUTS), 0.0),
@@ -58,14 +99,25 @@ BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
     "running buffer": _running,
     "sometimes changed": _sometimes,
     "part of a buffer": lambda module, value, x: value * module.scale[len(x[x > 0]) :][:1],
+    "own backward": lambda module, value, x: Bent.apply(value),
+    "hook": _hooked,
     "number": lambda module, value, x: value * float((x > 0).sum()),
+    "NumPy's number": lambda module, value, x: value * np.float32((x > 0).sum()),
+    "index": lambda module, value, x: _twice(value)[:, _own(x)],
+    "slice": lambda module, value, x: _twice(value)[:, _own(x) :][:, 0],
+    "sizes": lambda module, value, x: _twice(value).split([1 + _own(x), 1 - _own(x)], 1)[0][:, -1],
+    "scale": lambda module, value, x: _attend(value, 1.0 + _own(x)),
     "layer": _either,
+    "input without samples": lambda module, value, x: value + module.common(x.mean(0)),
+    "index without samples": lambda module, value, x: value + module.table((x[0] > 0).sum().clamp(max=7)),
 }
 PLAN = HybridPlan(
     mesh=(2,),
     layers=(
         LayerPlan(module="up", signature=("col",)),
         LayerPlan(module="other", signature=("col",)),
+        LayerPlan(module="common", signature=("col",), batch_axis=None),
+        LayerPlan(module="table", signature=("col",), batch_axis=None),
         LayerPlan(module="down", signature=("row",), output=("batch",)),
     ),
 )
@@ -110,6 +162,30 @@ def distance(between: str) -> float:
             assert own is not None
             far.append(float((own - split.parts[name].shard.take(parameter.grad / 2)).abs().max()))
     return max(far)
+
+
+def gradients_of_a_value() -> float:
+    """How far gradients of a split value are from those under data parallelism."""
+    if dist.get_rank() >= 2:
+        mesh_groups(PLAN, range(2))
+        return 0.0
+    torch.manual_seed(1)
+    module, inputs = Between("own mask").double(), make_inputs(alike=False)
+    expected = _both_gradients(module, inputs)
+    with make_split(module).forward(inputs):
+        found = _both_gradients(module, inputs)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def _both_gradients(module: Between, inputs: Tensor) -> list[Tensor]:
+    value = module.up(inputs)
+    value.retain_grad()
+    loss = bring_home(module.down(torch.tanh(value))).square().mean()
+    (asked,) = torch.autograd.grad(loss, value, retain_graph=True)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    assert value.grad is not None
+    return [asked, value.grad]
 
 
 def changed_copy() -> str:

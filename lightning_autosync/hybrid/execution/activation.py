@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_autosync.errors import AutoSyncError
@@ -49,6 +49,7 @@ class Surroundings:
         self.in_pass = False
         self._warned = False
         self._changed: Any = WeakTensorKeyDictionary()
+        _guard_autograd_functions()
 
     def home(self, rows: int | None = 0) -> Layout:
         """The home layout, in which code outside of layers sees values."""
@@ -140,8 +141,10 @@ class Activation(Tensor):
         local: the rank's part.
         placement: layout of the value.
         surroundings: surroundings of the split model.
+        retained: the gradient, in the home layout, after `retain_grad` and a backward pass.
     """
 
+    retained: Tensor | None = None
     local: Tensor
     placement: Layout
     surroundings: Surroundings
@@ -181,6 +184,7 @@ class Activation(Tensor):
             args, kwargs = _with_value_first(func, args, kwargs)
             found = handler(func, args, kwargs)
             if found is not NotImplemented:
+                _note_numbers(func, (args, dict(kwargs)), found)
                 return found
         return run_at_home(func, args, kwargs)
 
@@ -190,6 +194,14 @@ class Activation(Tensor):
             f"{func}: a split value reached a function below torch's Python interface. Set the output layout of the "
             "layer that makes the value to 'batch' along all dimensions"
         )
+
+
+def _note_numbers(func: Callable[..., Any], arguments: Any, found: Any) -> None:
+    """Note the numbers that a function took to make parts; where it made whole values, ranks may have their own."""
+    made = found if type(found) is tuple else (found,)
+    value = next((item for item in made if isinstance(item, Activation)), None)
+    if value is not None and not value.placement.home:
+        value.surroundings.record.note_numbers(func.__name__, tree_leaves(arguments))
 
 
 def _with_value_first(
@@ -235,3 +247,31 @@ def bring_home(tree: Any) -> Any:
     if not any(isinstance(leaf, Activation) for leaf in leaves):
         return tree
     return tree_unflatten([leaf.home() if isinstance(leaf, Activation) else leaf for leaf in leaves], structure)
+
+
+def _guard_autograd_functions() -> None:
+    """Let ``torch.autograd.Function.apply`` get plain tensors, because it does not ask ``__torch_function__``."""
+    # ``Function.apply`` calls ``apply`` of this parent, which has none of its own. Here the guard also works for older
+    # aliases (``reverse = Reverse.apply``).
+    parent: Any = torch.autograd.function._SingleLevelFunction
+    if "apply" in vars(parent):
+        return
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(cls, "takes_parts", False) and cls.__name__ != _SAVES_INPUTS:
+            args, kwargs = bring_home((args, kwargs))
+        found = super(parent, cls).apply(*args, **kwargs)
+        made = found if isinstance(found, tuple) else (found,)
+        if torch.is_grad_enabled() and any(isinstance(item, Activation) for item in made):
+            raise AutoSyncError(
+                f"{cls.__name__}: its forward pass returned a split value, which gets no gradient; for "
+                "torch.utils.checkpoint use use_reentrant=False, otherwise set the output layout of the layer that "
+                "makes the value to 'batch' along all dimensions"
+            )
+        return found
+
+    parent.apply = classmethod(apply)
+
+
+_SAVES_INPUTS = "_NoopSaveInputs"
+"""A function in ``torch.utils.checkpoint`` of some versions; it keeps inputs as they are, to run a block again."""

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid.execution import collectives
 from lightning_autosync.hybrid.execution.layouts import Layout, Move, Operation, Place, State, moves
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
@@ -27,8 +29,23 @@ def change_layout(value: Tensor, source: Layout, states: Sequence[State], mesh: 
     return value
 
 
+def change_gradient(gradient: Tensor, source: Layout, states: Sequence[State], mesh: LiveMesh) -> Tensor:
+    """A rank's part of the gradient of a value before `change_layout`, from that after it; collective.
+
+    Raises:
+        AutoSyncError: the gradient is to be differentiated again.
+    """
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        raise AutoSyncError("a gradient of a split value cannot be differentiated again (create_graph=True)")
+    for move in reversed(moves(source, tuple(states), mesh.sizes)):
+        gradient = move_gradient(gradient, move, mesh)
+    return gradient
+
+
 class _Change(torch.autograd.Function):
     """One move of a value; backward makes the opposite move of its gradient."""
+
+    takes_parts = True
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, move: Move, mesh: LiveMesh) -> Tensor:
@@ -37,6 +54,7 @@ class _Change(torch.autograd.Function):
         return move_value(value, move, mesh).data
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return move_gradient(gradients[0], ctx.move, ctx.mesh), None, None
 

@@ -68,11 +68,18 @@ class SplitOperator:
                 local, layout = value.home(), self.around.home(expected)
         else:
             layout, local = self.around.home(expected), value
+            self._note_common(value, expected)
         if not layout.by_features:
             layout = replace(layout, features=axis, parts=1)
         if self.casts:
             local = self.around.autocast(local)
         return self.around.change(local, layout, self.needs), layout.rows
+
+    def _note_common(self, value: Tensor, rows: int | None) -> None:
+        """Note a plain input without samples, of which this rank takes its own for every rank's."""
+        base = value._base if value._is_view() else value
+        if rows is None and not isinstance(base, nn.Parameter):  # copies of parameters are compared anyway
+            self.around.record.note_input(self.layer.module, value)
 
     def give(self, local: Tensor, rows: int | None) -> Tensor:
         """The output in the layout of the plan."""
@@ -93,6 +100,8 @@ class SplitOperator:
 
 class _Once(torch.autograd.Function):
     """The value on the first rank and zeros on the others; every rank gets the whole gradient."""
+
+    takes_parts = True
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, first: bool) -> Tensor:
@@ -141,6 +150,7 @@ class SplitEmbedding(SplitOperator):
         # Indices have no axis of features, so only samples can be cut.
         layout = self.around.home(self.layer.batch_axis)
         plain = value.home() if isinstance(value, Activation) else value
+        self._note_common(plain, layout.rows)
         states: list[State] = ["batch" if state == "batch" else "full" for state in self.needs]
         return self.around.change(plain, layout, states), layout.rows
 

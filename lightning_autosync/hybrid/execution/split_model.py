@@ -234,8 +234,8 @@ def _refuse_differences(found: list[Any], names: list[str]) -> None:
         names: names of the parameters.
     """
     rank = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
-    shapes, trained, calls, _, buffers = found[rank]
-    first_shapes, first_trained, first_calls, _, first_buffers = found[0]
+    shapes, trained, calls, _, buffers, inputs = found[rank]
+    first_shapes, first_trained, first_calls, _, first_buffers, first_inputs = found[0]
     if shapes != first_shapes:
         raise ExchangeError(
             f"batch: its tensors have shapes {shapes} on rank {rank}, but {first_shapes} on rank 0. Split operators "
@@ -258,6 +258,13 @@ def _refuse_differences(found: list[Any], names: list[str]) -> None:
         raise ExchangeError(
             f"the last pass changed a buffer on rank {rank} in another way than on rank 0, and combined it with split "
             "values; allowed: changes that are the same on all ranks, or that the first pass of training makes, too"
+        )
+    if inputs != first_inputs:
+        layer = next(one[0] for one, first in zip(inputs, first_inputs, strict=True) if one != first)
+        raise ExchangeError(
+            f"in the last pass split layer '{layer}' got another input on rank {rank} than on rank 0. By the plan this "
+            "input has no axis of samples (batch_axis: null), so it must be the same on all ranks; allowed otherwise: "
+            "signature 'dp' along all dimensions"
         )
     raise ExchangeError(
         f"the last pass combined split values with a Python number that differs between rank {rank} and rank 0; a "

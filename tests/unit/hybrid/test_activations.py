@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.activation import Activation, Surroundings, bring_home
 from lightning_autosync.hybrid.execution.layouts import Layout
@@ -113,3 +115,60 @@ def test_values_without_versions(around: Surroundings) -> None:
         value.mul_(2.0)
         assert torch.equal(value.home(), 2 * VALUE), "no value from before the change is taken"
         assert around.alike(torch.arange(3))
+
+
+class Reversed(torch.autograd.Function):
+    """Reverses and scales the gradient, as adversarial domain adaptation does."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * gradients[0], None
+
+
+class Scaled(torch.autograd.Function):
+    """Takes values in a list, to which torch lets no gradient come."""
+
+    @staticmethod
+    def forward(ctx: Any, values: list[Tensor], factor: Tensor) -> Tensor:
+        ctx.value = values[0]
+        return values[0] * factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0] * ctx.value
+
+
+reverse = Reversed.apply
+
+
+def test_backward_of_own_functions_is_called(around: Surroundings) -> None:
+    weight = VALUE.clone().requires_grad_()
+    value = Activation(weight * 1.0, Layout(("features",), 0, 1), around)
+    bring_home(reverse(value, 2.0)).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full_like(VALUE, -2.0))
+
+
+def test_own_functions_with_split_values_in_lists(split: Activation) -> None:
+    factor = torch.ones_like(VALUE).requires_grad_()
+    bring_home(Scaled.apply([split], factor)).sum().backward()
+    assert factor.grad is not None
+    assert torch.equal(factor.grad, VALUE)
+
+
+def test_split_values_made_within_functions_are_refused(around: Surroundings) -> None:
+    """As by reentrant checkpoints of blocks that end with a split layer."""
+    weight = VALUE.clone().requires_grad_()
+
+    def block(value: Tensor) -> Tensor:
+        return Activation(value * 1.0, Layout(("features",), 0, 1), around)
+
+    with pytest.raises(AutoSyncError, match="CheckpointFunction: its forward pass returned a split value"):
+        checkpoint(block, weight, use_reentrant=True)
+    with torch.no_grad():
+        assert torch.equal(bring_home(checkpoint(block, weight, use_reentrant=True)), VALUE)

@@ -72,7 +72,7 @@ def test_tensors_are_found_in_batches(split: SplitModel, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("first", "other", "has", "lacks"), [(True, False, 0, 1), (False, True, 1, 0)])
 def test_the_rank_that_trains_is_named(first: bool, other: bool, has: int, lacks: int) -> None:
-    found = [[[[2, 8]], [True, first], 0, 0, 0], [[[2, 8]], [True, other], 0, 0, 0]]
+    found = [[[[2, 8]], [True, first], 0, 0, 0, []], [[[2, 8]], [True, other], 0, 0, 0, []]]
     with pytest.raises(ExchangeError, match=f"parameter 'bias' is trained on rank {has}, but frozen on rank {lacks};"):
         split_model._refuse_differences(found, ["weight", "bias"])
 

@@ -207,6 +207,11 @@ def test_every_kind_is_told_from_its_class() -> None:
     }
     assert {name: kind_of(module) for name, module in kinds.items()} == {name: name for name in kinds}
     assert set(kinds) == set(RULES)
+    patched = nn.Linear(2, 2)
+    vars(patched)["forward"] = lambda value: nn.Linear.forward(patched, value) * 2
+    assert kind_of(patched) == "unknown"
+    told = "Linear with another forward has no signature 'col'; allowed: dp"
+    assert refusal(patched, ["col"], [2]) == told
     assert kind_of(nn.Conv2d(2, 2, 1, groups=2)) == "unknown"
     assert kind_of(nn.Embedding(2, 2, max_norm=1.0)) == "unknown"
     assert kind_of(nn.MultiheadAttention(2, 1, kdim=3)) == "unknown"

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_autosync.hybrid.execution.functions import attention, elementwise, metadata, reductions, shapes
+from lightning_autosync.hybrid.execution.functions import (
+    attention,
+    elementwise,
+    gradients,
+    metadata,
+    reductions,
+    shapes,
+)
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], Any], Any]
 
 HANDLERS: dict[Any, Handler] = {
     **metadata.HANDLERS,
+    **gradients.HANDLERS,
     **elementwise.HANDLERS,
     **shapes.HANDLERS,
     **attention.HANDLERS,

@@ -61,7 +61,6 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) ->
             if leaves[index] is None:
                 return NotImplemented
     local_args, local_kwargs = tree_unflatten(leaves, structure)
-    values[0].surroundings.record.note_numbers(func.__name__, leaves)
     return values[0].surroundings.wrap(func(*local_args, **local_kwargs), layout)
 
 
