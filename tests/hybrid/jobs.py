@@ -149,7 +149,8 @@ def resumed(folder: str, sharded: bool, seeds: list[int], meshes: list[Any] | No
         found["alone"] = distance(alone, half)
     elif dist.get_rank() == 0:
         single = path / "single.pt"
-        dcp_to_torch_save(path / "tensors", single)
+        (tensors,) = path.glob("tensors-*")
+        dcp_to_torch_save(tensors, single)
         state = torch.load(single, weights_only=True)
         alone.load_state_dict(
             {name.removeprefix("state_dict."): value for name, value in state.items() if name.startswith("state_dict.")}
