@@ -17,7 +17,12 @@ from torch.optim import Optimizer
 from lightning_autosync.documents import shown
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.execution import checkpoint as states
-from lightning_autosync.hybrid.execution.sharded_checkpoint import load_sharded, save_sharded
+from lightning_autosync.hybrid.execution.sharded_checkpoint import (
+    load_model,
+    load_optimizers,
+    other_state,
+    save_sharded,
+)
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.split import SplitReplica
@@ -55,7 +60,7 @@ class SplitCheckpoints(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._save_distributed_checkpoint:
-            return {}
+            return other_state(self._plain)
         if self._split is not None:
             return states.model_state(self._split, self.is_global_zero)
         found: dict[str, Any] = self._plain.state_dict()
@@ -105,7 +110,7 @@ class SplitCheckpoints(_Base):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._resumed_from is not None:
-            load_sharded(self._resumed_from, self._plain, [], self._split)
+            load_model(self._resumed_from, self._plain, self._split, checkpoint["state_dict"], strict)
         elif self._split is not None:
             states.load_model_state(self._split, checkpoint["state_dict"], strict)
         else:
@@ -118,7 +123,7 @@ class SplitCheckpoints(_Base):
             else:
                 optimizer.load_state_dict(saved)
         if self._resumed_from is not None:
-            load_sharded(self._resumed_from, self._plain, self.optimizers, self._split)
+            load_optimizers(self._resumed_from, self._plain, self.optimizers, self._split)
             self._resumed_from = None
 
     @property

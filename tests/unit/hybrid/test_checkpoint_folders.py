@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_autosync.errors import DocumentError
@@ -24,8 +25,8 @@ class Alone(SplitCheckpoints):
     is_global_zero = _save_distributed_checkpoint = True
     _replica = _resumed_from = None
 
-    def __init__(self, value: float, io: Any = None) -> None:
-        self.lightning_module = nn.Linear(3, 2)
+    def __init__(self, value: float, io: Any = None, module: nn.Module | None = None) -> None:
+        self.lightning_module = module or nn.Linear(3, 2)
         self.optimizers = [SGD(self.lightning_module.parameters(), lr=0.1, momentum=0.9)]
         self.checkpoint_io = io or TorchCheckpointIO()
         self.value = value
@@ -95,3 +96,50 @@ def test_a_folder_without_the_name_of_its_tensors_is_refused(tmp_path: Path, nam
     torch.save({"state_dict": {}} | ({} if name is None else {"autosync_tensors": name}), tmp_path / "rest.pt")
     with pytest.raises(DocumentError, match=r"rest\.pt: autosync_tensors: .* earlier versions wrote cannot be read"):
         Alone(0.0).load_checkpoint(tmp_path, weights_only=True)
+
+
+class Telling(nn.Linear):
+    """Has state besides its tensors: ``text``, and ``seen``, whose size changes."""
+
+    text, seen = "", torch.zeros(0)
+
+    def get_extra_state(self) -> Any:
+        return {"text": self.text} if self.text else self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        if isinstance(state, Tensor):
+            self.seen = state
+        else:
+            self.text = state["text"]
+
+
+@pytest.mark.parametrize("text", ["", "told"])
+def test_state_that_is_no_tensor_of_the_model_is_kept(tmp_path: Path, text: str) -> None:
+    before, after = Telling(3, 2), Telling(3, 2)
+    before.text, after.text, before.seen = text, text and "other", torch.arange(3)
+    Alone(1.0, module=before).save(tmp_path / "last.ckpt")
+    job = Alone(0.0, module=after)
+    job.load_model_state_dict(job.load_checkpoint(tmp_path / "last.ckpt", weights_only=True))
+    assert after.text == text
+    assert text or torch.equal(after.seen, before.seen)
+
+
+def test_a_module_that_saves_copies_is_loaded(tmp_path: Path) -> None:
+    def doubled(_: nn.Module, state: dict[str, Any], *about: Any) -> None:
+        state.update({name: 2 * value.detach() for name, value in state.items()})
+
+    jobs = [Alone(value, module=nn.Linear(3, 2)) for value in (1.0, 0.0)]
+    for job in jobs:
+        job.lightning_module._register_state_dict_hook(doubled)
+    jobs[0].save(tmp_path / "last.ckpt")
+    jobs[1].load_model_state_dict(jobs[1].load_checkpoint(tmp_path / "last.ckpt", weights_only=True))
+    assert all(bool((parameter == 2.0).all()) for parameter in jobs[1].lightning_module.parameters())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_entries_that_the_module_lacks(tmp_path: Path, strict: bool) -> None:
+    Alone(1.0, module=Telling(3, 2)).save(tmp_path / "last.ckpt")
+    job = Alone(0.0)
+    found = job.load_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    with pytest.raises(RuntimeError, match="Unexpected key") if strict else nullcontext():
+        job.load_model_state_dict(found, strict=strict)
