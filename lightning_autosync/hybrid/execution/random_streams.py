@@ -71,8 +71,16 @@ class RandomStreams:
             self._restore(before)
 
     @contextmanager
-    def shared(self, states: Sequence[State]) -> Iterator[None]:
-        """Context of one draw for a value in a layout with these states."""
+    def shared(self, states: Sequence[State], dropout: float) -> Iterator[None]:
+        """Context of one draw for a value in a layout with these states.
+
+        Args:
+            states: the states.
+            dropout: probability of the dropout for which numbers are drawn; if it is 0, there is no draw.
+        """
+        if not dropout:
+            yield
+            return
         # Activation checkpointing runs a part of the pass again, with the restored state of the default generator. So
         # this state identifies a draw, and a repeated draw gets its old number. Each draw advances the generator, so
         # different draws have different states.

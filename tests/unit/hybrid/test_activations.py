@@ -113,3 +113,36 @@ def test_values_without_versions(around: Surroundings) -> None:
         value.mul_(2.0)
         assert torch.equal(value.home(), 2 * VALUE), "no value from before the change is taken"
         assert around.alike(torch.arange(3))
+
+
+def _then_rand(value: Any) -> Any:
+    return lambda given: (value(given), torch.rand(3))[1]
+
+
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "randn_like": torch.randn_like,
+    "rand_like": lambda value: torch.rand_like(value) + value,
+    "bernoulli": lambda value: torch.bernoulli(torch.sigmoid(value)),
+    "bernoulli in place": lambda value: (value * 1.0).bernoulli_(0.5),
+    "rrelu": lambda value: F.rrelu(value, training=True),
+    "rrelu in place": lambda value: (value := value * 1.0, F.rrelu(value, training=True, inplace=True))[0] * 1.0,
+    "after no dropout": _then_rand(lambda value: F.dropout(value, 0.0)),
+    "after no dropout by name": _then_rand(lambda value: torch.dropout(value, p=0.0, train=True)),
+    "after dropout in evaluation": _then_rand(lambda value: torch.dropout(value, 0.5, False)),
+    "after alpha dropout by default": _then_rand(lambda value: F.alpha_dropout(value, 0.5)),
+    "after attention": _then_rand(lambda value: _attention(value, 0.0)),
+}
+
+
+def _attention(value: Any, dropout: float) -> Any:
+    heads = value.unflatten(1, (2, 3, 1)).transpose(2, 3)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_as_in_the_unsplit_model(around: Surroundings, split: Activation, name: str) -> None:
+    found = []
+    for value in (split, VALUE.clone()):
+        with around.streams.forward(number=-1):
+            found.append(bring_home(DRAWS[name](value)))
+    assert torch.equal(*found)
