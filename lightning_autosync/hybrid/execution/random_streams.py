@@ -18,10 +18,12 @@ class Draw(NamedTuple):
     Attributes:
         place: the rank's part of the value, as in `RandomStreams.place`.
         digest: digest of the numbers.
+        chance: whether another draw might be equal by chance.
     """
 
     place: list[int | None]
     digest: str
+    chance: bool = False
 
 
 def digest(data: bytes) -> str:
