@@ -146,3 +146,13 @@ def test_draws_as_in_the_unsplit_model(around: Surroundings, split: Activation, 
         with around.streams.forward(number=-1):
             found.append(bring_home(DRAWS[name](value)))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("axis", "parts"), [(1, True), (2, False)])
+@pytest.mark.parametrize("drop", [F.dropout1d, F.feature_alpha_dropout, torch.feature_dropout])
+def test_channels_are_dropped_as_a_whole(around: Surroundings, drop: Any, axis: int, parts: bool) -> None:
+    """Ranks with parts of a channel would drop one part and keep another."""
+    value = Activation(torch.ones(2, 4, 6), Layout(("features",), 0, axis), around)
+    with around.streams.forward():
+        assert isinstance(drop(value, 0.5, True), Activation) == parts
+        assert isinstance(F.dropout(value, 0.5), Activation)

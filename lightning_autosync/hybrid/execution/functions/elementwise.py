@@ -34,6 +34,8 @@ _NAMES = _words(
     """
 )
 _DROPOUT_NAMES = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout")
+_BY_ELEMENT = ("dropout", "alpha_dropout")
+"""Names of the functions that drop each element by itself; the others drop all of a channel, the second axis."""
 _PLACES = (torch, F, Tensor)
 
 
@@ -83,8 +85,10 @@ def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> An
     Other random functions are not handled: at home they draw as in the unsplit model.
     """
     given = {**dict(zip(("value", "p", "train"), args, strict=False)), **kwargs}
-    value = args[0]
-    with value.surroundings.streams.shared(value.placement.states, given["p"] if given["train"] else 0.0):
+    value, layout = args[0], args[0].placement
+    if func.__name__ not in _BY_ELEMENT and layout.by_features and layout.features > 1:
+        return NotImplemented  # it drops whole channels, of which ranks have parts
+    with value.surroundings.streams.shared(layout.states, given["p"] if given["train"] else 0.0):
         return elementwise(func, args, kwargs)
 
 
