@@ -35,8 +35,7 @@ def capture(module: nn.Module, *args: Any, **kwargs: Any) -> Graph:
     Raises:
         WorkloadError: the forward pass needs values of tensors, gets no tensor, or calls no operator with parameters.
     """
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    if not given:
+    if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves((args, kwargs))):
         raise WorkloadError(f"{title(module)}: its forward pass gets no tensor with an axis of samples")
     calls, _ = record(module, args, kwargs)
     if len(calls) < 2:
@@ -48,7 +47,6 @@ def capture(module: nn.Module, *args: Any, **kwargs: Any) -> Graph:
     outside = _held_outside(module)
     return Graph(
         fingerprint(module),
-        given[0].shape[0],
         tuple(_operators(module, traced.nodes, calls, paths, outside)),
         traced.outputs,
         tuple(_loose(module, traced.loose)),

@@ -15,8 +15,14 @@ from lightning_autosync.hybrid.execution.layouts import Layout as Placement
 from lightning_autosync.hybrid.execution.layouts import State, moves
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-_COLLECTIVE_OF = {"gather": 0, "scatter": 1, "sum": 2, "exchange": 3}
+_COLLECTIVE_OF: dict[str, Collective] = {
+    "gather": "all_gather",
+    "scatter": "reduce_scatter",
+    "sum": "all_reduce",
+    "exchange": "all_to_all",
+}
+"""The collective of each operation in `execution.layouts` that has one."""
+COLLECTIVES = tuple(_COLLECTIVE_OF.values())
 
 HANDED: tuple[State, ...] = ("batch", "features", "full")
 """States of values between layers."""
@@ -75,9 +81,10 @@ def traffic(
                 ranks = mesh[dimension]
                 before, size = size, size * _growth(kind, ranks)
                 for which, (operation, payload) in enumerate(((kind, before), (back, size))):
-                    if operation in _COLLECTIVE_OF:
-                        place = i, j, dimension, _COLLECTIVE_OF[operation]
-                        found[which][place] += payload * sent(operation, ranks)
+                    collective = _COLLECTIVE_OF.get(operation)
+                    if collective is not None:
+                        place = i, j, dimension, COLLECTIVES.index(collective)
+                        found[which][place] += payload * sent(collective, ranks)
                         found[which + 2][place] += 1
     return Traffic(*found)
 
@@ -93,11 +100,11 @@ def local_size(states: States, mesh: Sequence[int], has_samples: bool) -> float:
     return size
 
 
-def sent(operation: str, ranks: int) -> float:
-    """Bytes that a rank sends in a collective per byte that it contributes; operations as in `execution.layouts`."""
-    if operation == "gather":
+def sent(kind: Collective, ranks: int) -> float:
+    """Bytes that a rank sends in a collective per byte that it contributes, with a bandwidth-optimal algorithm."""
+    if kind == "all_gather":
         return ranks - 1.0
-    return (ranks - 1) / ranks * (2 if operation == "sum" else 1)
+    return (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
 
 
 def _growth(kind: str, ranks: int) -> float:

@@ -15,7 +15,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.errors import PlanError
-from lightning_autosync.hybrid.cost import Costs, memory_bytes, step_seconds
+from lightning_autosync.hybrid.cost import step_seconds
 from lightning_autosync.hybrid.tables import Tables
 
 MOST_ENTRIES = 2**24
@@ -30,22 +30,17 @@ class _Table:
     costs: NDArray[numpy.float64]
 
 
-def exact(tables: Tables, price: float = 0.0) -> tuple[tuple[int, ...], float]:
-    """The optimal alternatives for a step without overlap, and its seconds including the price of memory.
+def exact(tables: Tables) -> tuple[tuple[int, ...], float]:
+    """The optimal alternatives for a step without overlap, and its seconds.
 
     Args:
         tables: costs of the choices.
-        price: seconds per byte of memory.
 
     Raises:
         PlanError: the choices depend on each other so much that an intermediate table is too large.
     """
-
-    def weigh(costs: Costs) -> NDArray[numpy.float64]:
-        return step_seconds(costs, overlap=False) + price * memory_bytes(costs)
-
-    factors = [_Table((number,), weigh(costs)) for number, costs in enumerate(tables.alone)]
-    factors += [_Table(pair, weigh(costs)) for pair, costs in tables.pairs.items()]
+    factors = [_Table((number,), step_seconds(costs, overlap=False)) for number, costs in enumerate(tables.alone)]
+    factors += [_Table(pair, step_seconds(costs, overlap=False)) for pair, costs in tables.pairs.items()]
     decisions: list[tuple[int, tuple[int, ...], NDArray[numpy.int64]]] = []
     for number in _order(len(tables.alone), list(tables.pairs)):
         together = [factor for factor in factors if number in factor.choices]

@@ -13,14 +13,6 @@ from lightning_autosync.hybrid.conversions import Collective
 from lightning_autosync.hybrid.mesh import Pace
 from lightning_autosync.hybrid.rates import CollectiveRate
 
-SENT: dict[Collective, str] = {
-    "all_gather": "gather",
-    "reduce_scatter": "scatter",
-    "all_reduce": "sum",
-    "all_to_all": "exchange",
-}
-"""The operation of each collective in `conversions.sent`."""
-
 
 @dataclass(frozen=True)
 class Timing:

@@ -162,7 +162,6 @@ class Graph:
 
     Attributes:
         fingerprint: fingerprint of the model's parameters.
-        batch: number of samples per rank to which all sizes refer.
         operators: the operators; a module that is called twice has two, which must be split alike.
         outputs: indices of the operators whose results the model returns.
         loose: parameters that belong to no operator.
@@ -170,7 +169,6 @@ class Graph:
     """
 
     fingerprint: str
-    batch: int
     operators: tuple[Operator, ...]
     outputs: tuple[int, ...]
     loose: tuple[Loose, ...] = ()

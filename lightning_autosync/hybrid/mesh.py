@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -142,9 +142,3 @@ class Links:
         for link, channel in enumerate(self._topology.channels[::2]):
             graph.add_edge(channel.source, channel.target, link=link)
         return graph
-
-
-def subsets(dimensions: int) -> Iterable[tuple[int, ...]]:
-    """All non-empty sets of a mesh's dimensions."""
-    for mask in range(1, 2**dimensions):
-        yield tuple(dimension for dimension in range(dimensions) if mask >> dimension & 1)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import numpy
 from numpy.typing import NDArray
@@ -20,8 +20,6 @@ from lightning_autosync.plan import SyncPlan
 
 Signature = Literal["dp", "col", "row", "heads", "rep"]
 Layout = Literal["batch", "features", "full"]
-SIGNATURES: tuple[Signature, ...] = get_args(Signature)
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 MOST_DIMENSIONS = 8
 """Largest number of dimensions of a mesh."""
 

@@ -252,7 +252,7 @@ class _Predictor:
     def _sum(self, dimensions: tuple[int, ...], size: float) -> None:
         ranks = int(numpy.prod([self._plan.mesh[dimension] for dimension in dimensions]))
         if ranks > 1:
-            self._sent["gradients", dimensions, "all_reduce"] += size * sent("sum", ranks)
+            self._sent["gradients", dimensions, "all_reduce"] += size * sent("all_reduce", ranks)
 
 
 def handed_on(operator: Operator, layer: LayerPlan) -> States:

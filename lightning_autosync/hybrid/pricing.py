@@ -77,7 +77,7 @@ class Pricing:
         if ranks == 1 or size == 0:
             return 0.0
         byte, call = self.byte_and_call("all_reduce", dimensions)
-        return byte * sent("sum", ranks) * size + call * size / BUCKET
+        return byte * sent("all_reduce", ranks) * size + call * size / BUCKET
 
     @cached_property
     def _costs(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:

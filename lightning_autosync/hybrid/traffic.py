@@ -16,20 +16,20 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_autosync.hybrid.conversions import Collective, sent
 
-_OPERATIONS: dict[str, tuple[Collective, str, int]] = {
-    # operation of torch: kind, operation in `conversions.sent`, index of the argument with a rank's contribution
-    "allreduce_": ("all_reduce", "sum", 0),
-    "_allgather_base_": ("all_gather", "gather", 1),
-    "allgather_": ("all_gather", "gather", 1),
-    "allgather_into_tensor_coalesced_": ("all_gather", "gather", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", "scatter", 1),
-    "reduce_scatter_": ("reduce_scatter", "scatter", 1),
-    "alltoall_base_": ("all_to_all", "exchange", 1),
-    "alltoall_": ("all_to_all", "exchange", 1),
-    "all_reduce": ("all_reduce", "sum", 0),
-    "all_gather_into_tensor": ("all_gather", "gather", 0),
-    "reduce_scatter_tensor": ("reduce_scatter", "scatter", 0),
-    "all_to_all_single": ("all_to_all", "exchange", 0),
+_OPERATIONS: dict[str, tuple[Collective, int]] = {
+    # operation of torch: kind, index of the argument with a rank's contribution
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "all_reduce": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "all_to_all_single": ("all_to_all", 0),
 }
 _SILENT = frozenset({"wait_tensor", "barrier", "monitored_barrier_"})
 
@@ -51,8 +51,7 @@ class Logged:
     @property
     def sent(self) -> float:
         """Bytes that each rank sends with a bandwidth-optimal algorithm."""
-        operation = next(operation for kind, operation, _ in _OPERATIONS.values() if kind == self.collective)
-        return self.payload * sent(operation, len(self.ranks))
+        return self.payload * sent(self.collective, len(self.ranks))
 
 
 class TrafficLog(TorchDispatchMode):
@@ -81,7 +80,7 @@ class TrafficLog(TorchDispatchMode):
                 raise NotImplementedError(
                     f"{namespace}::{name} is not a known collective, so its traffic cannot be counted"
                 )
-            kind, _, place = _OPERATIONS[name]
+            kind, place = _OPERATIONS[name]
             payload = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[place]) if _is_tensor(leaf))
             self.collectives.append(Logged(kind, _ranks(args), payload))
         return func(*args, **(kwargs or {}))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +14,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_autosync.documents import shown
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.execution import checkpoint as states
-from lightning_autosync.hybrid.execution.sharded_checkpoint import load_sharded, save_sharded
+from lightning_autosync.hybrid.execution.sharded_checkpoint import (
+    load_model,
+    load_optimizers,
+    other_state,
+    save_sharded,
+)
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.split import SplitReplica
@@ -21,8 +32,12 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-TENSORS, REST = "tensors", "rest.pt"
-"""Names in a folder: the tensors (``torch.distributed.checkpoint``), and a file with all other state."""
+REST = "rest.pt"
+"""The file in a checkpoint's folder with all state but tensors."""
+TENSORS = "autosync_tensors"
+"""Key in that file: the name of the folder beside it with the tensors (``torch.distributed.checkpoint``)."""
+_PREFIX = "tensors-"
+"""How names of folders with tensors begin; each save adds its own hexadecimal number."""
 
 
 class SplitCheckpoints(_Base):
@@ -33,7 +48,7 @@ class SplitCheckpoints(_Base):
 
     _replica: Replica | None
     _resumed_from: Path | None
-    """The folder from which training resumes; None after the optimizers are restored."""
+    """The folder with the tensors from which training resumes; None after the optimizers are restored."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -45,7 +60,7 @@ class SplitCheckpoints(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._save_distributed_checkpoint:
-            return {}
+            return other_state(self._plain)
         if self._split is not None:
             return states.model_state(self._split, self.is_global_zero)
         found: dict[str, Any] = self._plain.state_dict()
@@ -66,29 +81,36 @@ class SplitCheckpoints(_Base):
         return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        path = Path(self.broadcast(filepath))
-        if not self._save_distributed_checkpoint:
+        given, name = self.broadcast((filepath, f"{_PREFIX}{secrets.token_hex(8)}"))
+        path = Path(given)
+        if self._save_distributed_checkpoint:
+            optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+            save_sharded(path / name, self._plain, optimizers, self._split)
             if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return
-        if self.is_global_zero:
-            path.mkdir(parents=True, exist_ok=True)
-            self.checkpoint_io.save_checkpoint(checkpoint, path / REST, storage_options=storage_options)
-        # The other ranks may write only when rank 0 has made the folder.
-        self.barrier()
-        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
-        save_sharded(path / TENSORS, self._plain, optimizers, self._split)
+                self._finish(path, name, checkpoint, storage_options)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def _finish(self, path: Path, name: str, checkpoint: dict[str, Any], storage_options: Any) -> None:
+        """Let a checkpoint's folder hold the new state: up to the renaming of a file it holds the old one."""
+        aside = path / f"{REST}.part"
+        self.checkpoint_io.save_checkpoint({**checkpoint, TENSORS: name}, aside, storage_options=storage_options)
+        self.checkpoint_io.teardown()  # waits for plugins that write in the background, and allows further saves
+        os.replace(aside, path / REST)
+        for old in path.glob(f"{_PREFIX}*"):
+            if old.name != name:
+                shutil.rmtree(old, ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        self._resumed_from = path if path.is_dir() else None
         file = path / REST if path.is_dir() else path
         found: dict[str, Any] = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
+        self._resumed_from = path / _folder_of_tensors(found, file) if path.is_dir() else None
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._resumed_from is not None:
-            load_sharded(self._resumed_from / TENSORS, self._plain, [], self._split)
+            load_model(self._resumed_from, self._plain, self._split, checkpoint["state_dict"], strict)
         elif self._split is not None:
             states.load_model_state(self._split, checkpoint["state_dict"], strict)
         else:
@@ -101,7 +123,7 @@ class SplitCheckpoints(_Base):
             else:
                 optimizer.load_state_dict(saved)
         if self._resumed_from is not None:
-            load_sharded(self._resumed_from / TENSORS, self._plain, self.optimizers, self._split)
+            load_optimizers(self._resumed_from, self._plain, self.optimizers, self._split)
             self._resumed_from = None
 
     @property
@@ -115,3 +137,13 @@ class SplitCheckpoints(_Base):
         assert self.lightning_module is not None
         module: nn.Module = self.lightning_module
         return module
+
+
+def _folder_of_tensors(checkpoint: Mapping[str, Any], file: Path) -> str:
+    name = checkpoint.get(TENSORS)
+    if not isinstance(name, str) or not re.fullmatch(f"{_PREFIX}[0-9a-f]+", name):
+        raise DocumentError(
+            f"{file}: {TENSORS}: {shown(name)}; expected the name of a folder beside it, '{_PREFIX}...'. Folders that "
+            "earlier versions wrote cannot be read"
+        )
+    return name

@@ -67,7 +67,7 @@ def logged(plan: HybridPlan, ranks: int) -> float:
     size = sum(one.sent for one in log.collectives if one.payload > 16)  # less is the comparison of batches
     for part in split.parts.values():
         replicas = math.prod(mesh.sizes[k] for k in part.replicas)
-        size += 4 * math.prod(part.shard.local_shape) * sent("sum", replicas)
+        size += 4 * math.prod(part.shard.local_shape) * sent("all_reduce", replicas)
     return size
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     sizes = []
     for ranks in RANKS:
         plan, size = best(ranks)
-        data_parallel = 4 * LAYERS * WIDTH**2 * sent("sum", ranks)
+        data_parallel = 4 * LAYERS * WIDTH**2 * sent("all_reduce", ranks)
         least = 4 * 3 * LAYERS * words_at_least(WIDTH, WIDTH, WIDTH, ranks)
         sizes.append(size)
         row = (size, logged(plan, ranks), data_parallel, least)

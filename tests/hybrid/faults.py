@@ -170,7 +170,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     ),
     "dropped scattered sum": (
         "dropping",
-        _patched(collectives, "scatter", lambda real: lambda blocks, line: blocks[line.own].clone()),
+        _patched(collectives, "scatter", lambda real: lambda blocks, line: blocks[dist.get_rank(line.group)].clone()),
     ),
     "doubled scattered sum": (
         "dropping",

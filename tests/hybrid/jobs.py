@@ -25,7 +25,7 @@ from hybrid.models import Mlp, loss_of, make_batch
 from hybrid.plans import draw_plan
 from lightning_autosync import AutoDDLStrategy, ClusterSpec, HybridPlan, SyncPlan, builders
 from lightning_autosync.hybrid import LayerPlan
-from lightning_autosync.hybrid.execution.sharded_checkpoint import load_sharded, save_sharded
+from lightning_autosync.hybrid.execution.sharded_checkpoint import load_model, save_sharded
 from lightning_autosync.strategy import autoddl, hybrid_choice
 from lightning_autosync.workload import describe
 
@@ -149,7 +149,8 @@ def resumed(folder: str, sharded: bool, seeds: list[int], meshes: list[Any] | No
         found["alone"] = distance(alone, half)
     elif dist.get_rank() == 0:
         single = path / "single.pt"
-        dcp_to_torch_save(path / "tensors", single)
+        (tensors,) = path.glob("tensors-*")
+        dcp_to_torch_save(tensors, single)
         state = torch.load(single, weights_only=True)
         alone.load_state_dict(
             {name.removeprefix("state_dict."): value for name, value in state.items() if name.startswith("state_dict.")}
@@ -164,7 +165,7 @@ def saved_statistics(folder: str) -> list[float]:
     for buffer in module.buffers():
         buffer.fill_(dist.get_rank() + 1)
     save_sharded(folder, module, [], None)
-    load_sharded(folder, module, [], None)
+    load_model(folder, module, None, {}, True)
     return [float(buffer.double().mean()) for buffer in module.buffers()]
 
 

@@ -68,7 +68,7 @@ class SavedCuts:
 
 def load_model_state(split: SplitModel, state: Mapping[str, Any], strict: bool = True) -> None:
     """Load a ``state_dict()`` of the unsplit module; each rank takes its parts."""
-    parts = {part.parameter: part.shard for part in split.parts.values()}
+    parts = shards_of(split)
     shards = {name: parts[parameter] for name, parameter in split.module.named_parameters(remove_duplicate=False)}
     split.module.load_state_dict(
         {name: _cut(name, value, shards.get(name)) for name, value in state.items()}, strict=strict
@@ -124,20 +124,34 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _shards(split: SplitModel, optimizer: Optimizer) -> Iterator[Shard]:
-    parts = {part.parameter: part.shard for part in split.parts.values()}
+    parts = shards_of(split)
     for parameter in _parameters(optimizer):
         yield parts.get(parameter) or Shard(tuple(parameter.shape))
 
 
-def _whole(split: SplitModel, key: str, value: Any, shard: Shard) -> Any:
+def shards_of(split: SplitModel | None) -> dict[Tensor, Shard]:
+    """The position of this rank's part of each parameter; empty without a split model."""
+    return {} if split is None else {part.parameter: part.shard for part in split.parts.values()}
+
+
+def is_part(key: str, value: Any, shard: Shard) -> bool:
+    """Whether an entry of an optimizer's state is cut, as its parameter is.
+
+    Raises:
+        PlanError: it is a tensor of another shape than the parameter's part, so it is unknown how to merge it.
+    """
     if not isinstance(value, Tensor) or not value.dim() or not shard.cuts:
-        return value
+        return False
     if tuple(value.shape) != shard.local_shape:
         raise PlanError(
             f"optimizer: its state '{key}' has shape {tuple(value.shape)}, but the split parameter's part has "
             f"{shard.local_shape}; a checkpoint can merge only states with the parameter's shape"
         )
-    return split.whole(value, shard)
+    return True
+
+
+def _whole(split: SplitModel, key: str, value: Any, shard: Shard) -> Any:
+    return split.whole(value, shard) if is_part(key, value, shard) else value
 
 
 def _cut(name: str, value: Any, shard: Shard | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,8 +25,10 @@ _DROPOUTS: dict[Any, tuple[str, int]] = {
     F.scaled_dot_product_attention: ("dropout_p", 4),
 }
 """Name and position of the argument with the dropout probability, by function."""
-_LEAST = 64
-"""Smallest number of elements at which independent draws of two ranks practically never agree."""
+_BY_ELEMENT = {F.dropout, F.alpha_dropout, torch.dropout}
+"""Functions that drop each element by itself; others drop whole channels, with one draw for all axes from the third."""
+_BITS = 40
+"""With fewer bits of information in a draw, an independent one of another rank may be equal by chance."""
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -83,13 +86,12 @@ def _faults(by_rank: list[list[list[Any]]]) -> list[str]:
     if len({len(theirs) for theirs in by_rank}) > 1:
         return ["ranks drew random numbers for different values"]
     for draws in zip(*by_rank, strict=True):
-        for rank, (place, numbers) in enumerate(draws):
-            for other in range(rank):
-                alike = numbers == draws[other][1]
-                if (place == draws[other][0]) != alike:
-                    if alike:
-                        return [f"ranks {other} and {rank} dropped the same elements of different values"]
+        for rank, (place, numbers, chance) in enumerate(draws):
+            for other, (its_place, its_numbers, _) in enumerate(draws[:rank]):
+                if place == its_place and numbers != its_numbers:
                     return [f"ranks {other} and {rank} dropped different elements of the same value"]
+                if place != its_place and numbers == its_numbers and not chance:
+                    return [f"ranks {other} and {rank} dropped the same elements of different values"]
     return []
 
 
@@ -106,15 +108,29 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         given = dict(kwargs or {})
         if _DROPOUTS.get(func, ("",))[0] == "p" and args and isinstance(args[0], Tensor):
-            self._note(func(torch.ones_like(args[0]), *args[1:], **given))
+            self._note(func(torch.ones_like(args[0]), *args[1:], **given), func not in _BY_ELEMENT)
         return func(*args, **given)
 
-    def _note(self, kept: Tensor) -> None:
-        """Record a draw; ``kept`` is the result of a dropout function on ones."""
+    def _note(self, kept: Tensor, by_channel: bool) -> None:
+        """Record a draw.
+
+        Args:
+            kept: result of a dropout function on ones.
+            by_channel: whether it drops whole channels, so that there is one draw for all further axes.
+        """
         around = self._split.around
         states = around.home_states
         if isinstance(kept, Activation):
             states, kept = kept.placement.states, kept.local
-        dropped = kept == 0
-        if dropped.numel() >= _LEAST and bool(dropped.any()) and not bool(dropped.all()):
-            self.found.append(Draw(around.streams.place(states), digest(bytes(dropped.cpu().numpy()))))
+        if by_channel and kept.dim() > 2:
+            kept = kept.flatten(2)[..., 0]
+        kept = kept.flatten()
+        other = kept != kept[:1]
+        chance = _bits(int(other.sum()), other.numel()) < _BITS
+        self.found.append(Draw(around.streams.place(states), digest(bytes(other.cpu().numpy())), chance))
+
+
+def _bits(chosen: int, size: int) -> float:
+    """Information in a choice of elements, if their number is known: chance can make another choice equal."""
+    ways = math.lgamma(size + 1) - math.lgamma(chosen + 1) - math.lgamma(size - chosen + 1)
+    return ways / math.log(2)

@@ -72,7 +72,7 @@ class Expectation:
         loss: loss of this rank's batch.
         gradients: gradients of the mean loss by parameter; None for a parameter without gradient.
         norms: norms of the whole gradients by parameter.
-        updates: changes of the weights by parameter, after an optimizer step with ``gradients``.
+        updates: changes of the weights by parameter, after two optimizer steps with ``gradients``.
         buffers: buffers after the step, by name.
         narrowed: as of the task.
     """
@@ -274,7 +274,7 @@ def _mean(parameter: nn.Parameter, group: dist.ProcessGroup) -> Tensor | None:
 
 
 def _update(part: Part, gradient: Tensor, optimizers: Sequence[Optimizer]) -> Tensor | None:
-    """[local shape] the optimizer's update of this rank's part of a parameter; None if no optimizer has it.
+    """[local shape] the change of this rank's part of a parameter by an optimizer; None if no optimizer has it.
 
     Parameters are updated one at a time, so that the optimizers need memory for the state of one parameter only.
     """
@@ -286,7 +286,7 @@ def _update(part: Part, gradient: Tensor, optimizers: Sequence[Optimizer]) -> Te
     parameter.grad = gradient
     try:
         with trial_step(owner, [parameter]):
-            _step(owner)
+            _steps(owner)
             return part.shard.take(parameter.detach() - before)
     finally:
         parameter.grad = None
@@ -298,7 +298,8 @@ def _owns(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     return any(parameter is own for group in optimizer.param_groups for own in group["params"])
 
 
-def _step(optimizer: Optimizer) -> None:
+def _steps(optimizer: Optimizer) -> None:
+    """Take two steps with the same gradients: what an optimizer estimates in a step may change only later ones."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise EquivalenceError(
             "LBFGS needs the whole gradient on one rank; use an optimizer that updates each element by itself"
@@ -306,7 +307,8 @@ def _step(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if not float(group["lr"]):  # a warm-up may start at 0, and then updates would show nothing
             group["lr"] = group.get("initial_lr") or 1e-3
-    optimizer.step()
+    for _ in range(2):
+        optimizer.step()
 
 
 def _loss_faults(split: SplitModel, loss: float, expected: Expectation) -> list[str]:
@@ -371,7 +373,7 @@ def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected:
         with ExitStack() as trials:
             for optimizer in optimizers:
                 trials.enter_context(trial_step(optimizer, [part.parameter for part in parts.values()]))
-                _step(optimizer)
+                _steps(optimizer)
         return [fault for name, part in parts.items() if (fault := _step_fault(name, part, before[name], expected))]
     finally:
         with torch.no_grad():
@@ -380,13 +382,13 @@ def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected:
 
 
 def _step_fault(name: str, part: Part, before: Tensor, expected: Expectation) -> str:
-    """What is wrong with an optimizer step from the weights ``before``; empty if nothing is."""
+    """What is wrong with an optimizer's steps from the weights ``before``; empty if nothing is."""
     found, wanted = part.parameter.detach() - before, expected.updates[name]
     rounding = torch.finfo(wanted.dtype).eps * float(before.norm())
     distance, scale = float((found - wanted).norm()), float(wanted.norm())
     if distance <= 1e-3 * scale + 4 * rounding:
         return ""
-    return f"the optimizer's step of '{name}' differs by {distance / max(scale, 1e-30):.2g} of its norm"
+    return f"the optimizer's steps of '{name}' differ by {distance / max(scale, 1e-30):.2g} of their norm"
 
 
 def _tell(faults: list[str], split: SplitModel) -> None:

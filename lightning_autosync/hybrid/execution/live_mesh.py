@@ -23,14 +23,12 @@ class Line:
     Attributes:
         group: their process group.
         size: number of ranks.
-        own: position of this rank along the dimension.
         order: rank in ``group`` for each position; None if they are equal. They may differ because process groups sort
             their ranks.
     """
 
     group: dist.ProcessGroup
     size: int
-    own: int
     order: tuple[int, ...] | None
 
 
@@ -103,7 +101,6 @@ class LiveMesh:
             self._lines[dimension] = Line(
                 self.group((dimension,)),
                 self.sizes[dimension],
-                self.coordinates[dimension],
                 None if order == tuple(range(len(order))) else order,
             )
         return self._lines[dimension]

@@ -220,7 +220,7 @@ class SplitAttention(SplitOperator):
         dropout = self.module.dropout if self.module.training else 0.0
         # Ranks with the same heads of the same samples must drop the same weights.
         states: list[State] = ["features" if state == "copy" else state for state in self.needs]
-        with self.around.streams.shared(states):
+        with self.around.streams.shared(states, dropout):
             if not need_weights:
                 return F.scaled_dot_product_attention(query, key, value, mask, dropout), None
             scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5

@@ -18,10 +18,12 @@ class Draw(NamedTuple):
     Attributes:
         place: the rank's part of the value, as in `RandomStreams.place`.
         digest: digest of the numbers.
+        chance: whether another draw might be equal by chance.
     """
 
     place: list[int | None]
     digest: str
+    chance: bool = False
 
 
 def digest(data: bytes) -> str:
@@ -71,8 +73,16 @@ class RandomStreams:
             self._restore(before)
 
     @contextmanager
-    def shared(self, states: Sequence[State]) -> Iterator[None]:
-        """Context of one draw for a value in a layout with these states."""
+    def shared(self, states: Sequence[State], dropout: float) -> Iterator[None]:
+        """Context of one draw for a value in a layout with these states.
+
+        Args:
+            states: the states.
+            dropout: probability of the dropout for which numbers are drawn; if it is 0, there is no draw.
+        """
+        if not dropout:
+            yield
+            return
         # Activation checkpointing runs a part of the pass again, with the restored state of the default generator. So
         # this state identifies a draw, and a repeated draw gets its old number. Each draw advances the generator, so
         # different draws have different states.

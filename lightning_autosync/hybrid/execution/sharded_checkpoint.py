@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.optim import Optimizer
 
 from lightning_autosync.hybrid.execution.checked_reader import CheckedReader
-from lightning_autosync.hybrid.execution.checkpoint import SavedCuts
+from lightning_autosync.hybrid.execution.checkpoint import SavedCuts, is_part, load_model_state, shards_of
 from lightning_autosync.hybrid.execution.shards import Chunk, Shard
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
@@ -103,7 +103,7 @@ class _BuffersFromFirst(DefaultSavePlanner):
 def save_sharded(
     folder: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], split: SplitModel | None
 ) -> None:
-    """Write all tensors of a model and its optimizers; collective.
+    """Write all tensors of a model and its optimizers, but those in `other_state`; collective.
 
     Buffers that several ranks have come from the first of these. Ranks share the work of writing other tensors.
 
@@ -112,71 +112,106 @@ def save_sharded(
         module: the model.
         optimizers: optimizers of its parameters.
         split: the split model of the module; None if the module is whole on every rank.
+
+    Raises:
+        PlanError: the state of the module or an optimizer has a tensor of another shape than its split parameter's.
     """
     state = module.state_dict(keep_vars=True)
-    tensors = _model_tensors(state, split)
+    tensors, shards = _model_tensors(state, split), shards_of(split)
     for number, optimizer in enumerate(optimizers):
-        tensors |= _optimizer_tensors(number, module, optimizer, split)
+        tensors |= _optimizer_tensors(number, module, optimizer, shards)
     buffers = {f"state_dict.{name}" for name, value in state.items() if not isinstance(value, nn.Parameter)}
     dcp.save(tensors, checkpoint_id=folder, planner=_BuffersFromFirst(buffers))
 
 
-def load_sharded(
-    folder: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], split: SplitModel | None
-) -> None:
-    """Load what `save_sharded` wrote, on any mesh, into the model and its optimizers; collective.
+def other_state(module: nn.Module) -> dict[str, Any]:
+    """The entries of a module's ``state_dict()`` that `save_sharded` leaves out: extra state, and what is no tensor."""
+    return {name: value for name, value in module.state_dict().items() if not _is_saved(name, value)}
 
-    Optimizer states that do not exist yet are created.
+
+def load_model(
+    folder: str | os.PathLike[str], module: nn.Module, split: SplitModel | None, others: Mapping[str, Any], strict: bool
+) -> None:
+    """Load the model that `save_sharded` wrote, on any mesh; collective.
+
+    Args:
+        folder: as in `save_sharded`, like ``module`` and ``split``.
+        module: the model.
+        split: the split model of the module.
+        others: the module's `other_state`, which is loaded as well.
+        strict: as of ``load_state_dict``.
 
     Raises:
         DocumentError: the folder's table of contents is damaged, or holds something else than tensors.
     """
-    reader = CheckedReader(folder)
+    state = module.state_dict()
+    dcp.load(_model_tensors(state, split), storage_reader=CheckedReader(folder))
+    # The tensors of the state may be copies, and a module may load them in its own way.
+    saved = {name: value for name, value in state.items() if _is_saved(name, value)} | dict(others)
+    if split is None:
+        module.load_state_dict(saved, strict=strict)
+    else:
+        load_model_state(split, saved, strict)
+
+
+def load_optimizers(
+    folder: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], split: SplitModel | None
+) -> None:
+    """Load the tensors of optimizers that `save_sharded` wrote, on any mesh; collective.
+
+    States that do not exist yet are created.
+
+    Raises:
+        DocumentError: the folder's table of contents is damaged, or holds something else than tensors.
+        PlanError: as of `save_sharded`.
+    """
+    reader, shards = CheckedReader(folder), shards_of(split)
     stored = reader.read_metadata().state_dict_metadata
-    tensors = _model_tensors(module.state_dict(keep_vars=True), split)
+    tensors: dict[str, Any] = {}
     for number, optimizer in enumerate(optimizers):
-        _make_states(number, module, optimizer, split, stored)
-        tensors |= _optimizer_tensors(number, module, optimizer, split)
+        _make_states(number, module, optimizer, shards, stored)
+        tensors |= _optimizer_tensors(number, module, optimizer, shards)
     dcp.load(tensors, storage_reader=reader)
+
+
+def _is_saved(name: str, value: Any) -> bool:
+    # Extra state may have another shape in each checkpoint.
+    return isinstance(value, Tensor) and name.rpartition(".")[2] != "_extra_state"
 
 
 def _model_tensors(state: Mapping[str, Any], split: SplitModel | None) -> dict[str, Any]:
     cuts = None if split is None else SavedCuts(split)
     found: dict[str, Any] = {}
     for name, value in state.items():
-        if isinstance(value, Tensor):
+        if _is_saved(name, value):
             part = None if cuts is None else cuts.part_of(name, value)
-            found[f"state_dict.{name}"] = _described(value.detach(), None if part is None else part.shard)
+            own = value.detach()
+            found[f"state_dict.{name}"] = own if part is None else ShardedTensorView(own, part.shard)
     return found
 
 
 def _optimizer_tensors(
-    number: int, module: nn.Module, optimizer: Optimizer, split: SplitModel | None
+    number: int, module: nn.Module, optimizer: Optimizer, shards: Mapping[Tensor, Shard]
 ) -> dict[str, Any]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-    shards = _shards(module, split)
     found: dict[str, Any] = {}
     for parameter, entries in optimizer.state.items():
+        shard = shards.get(parameter)
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                shard = shards.get(parameter) if value.shape == parameter.shape else None
-                found[f"optimizer_{number}.state.{names[parameter]}.{key}"] = _described(value, shard)
+                own = ShardedTensorView(value, shard) if shard is not None and is_part(key, value, shard) else value
+                found[f"optimizer_{number}.state.{names[parameter]}.{key}"] = own
     return found
 
 
-def _shards(module: nn.Module, split: SplitModel | None) -> dict[Tensor, Shard]:
-    return {} if split is None else {part.parameter: part.shard for part in split.parts.values()}
-
-
-def _described(value: Tensor, shard: Shard | None) -> Any:
-    return value if shard is None or not shard.cuts else ShardedTensorView(value, shard)
-
-
 def _make_states(
-    number: int, module: nn.Module, optimizer: Optimizer, split: SplitModel | None, stored: Mapping[str, Any]
+    number: int,
+    module: nn.Module,
+    optimizer: Optimizer,
+    shards: Mapping[Tensor, Shard],
+    stored: Mapping[str, Any],
 ) -> None:
     """Create zero tensors for all stored states that an optimizer lacks, because loading works in place."""
-    shards = _shards(module, split)
     owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in module.named_parameters():
         prefix = f"optimizer_{number}.state.{name}."

@@ -11,7 +11,7 @@ import numpy
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, sent
-from lightning_autosync.hybrid.fitting import SENT, Timing, fit_rate, hops, wire_seconds
+from lightning_autosync.hybrid.fitting import Timing, fit_rate, hops, wire_seconds
 from lightning_autosync.hybrid.mesh import Links, near_order, shapes
 from lightning_autosync.hybrid.plan import groups_along
 from lightning_autosync.hybrid.rates import HybridRates
@@ -59,7 +59,7 @@ def _timings(
     for measured in zip(*by_rank, strict=True):
         dimension, kind, payload, _ = measured[0]
         pace = links.pace(groups_along(array, (dimension,)))
-        bytes_sent = payload * sent(SENT[kind], mesh[dimension])
+        bytes_sent = payload * sent(kind, mesh[dimension])
         timing = Timing(
             mesh[dimension],
             bytes_sent,

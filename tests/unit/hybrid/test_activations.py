@@ -172,3 +172,46 @@ def test_split_values_made_within_functions_are_refused(around: Surroundings) ->
         checkpoint(block, weight, use_reentrant=True)
     with torch.no_grad():
         assert torch.equal(bring_home(checkpoint(block, weight, use_reentrant=True)), VALUE)
+
+
+def _then_rand(value: Any) -> Any:
+    return lambda given: (value(given), torch.rand(3))[1]
+
+
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "randn_like": torch.randn_like,
+    "rand_like": lambda value: torch.rand_like(value) + value,
+    "bernoulli": lambda value: torch.bernoulli(torch.sigmoid(value)),
+    "bernoulli in place": lambda value: (value * 1.0).bernoulli_(0.5),
+    "rrelu": lambda value: F.rrelu(value, training=True),
+    "rrelu in place": lambda value: (value := value * 1.0, F.rrelu(value, training=True, inplace=True))[0] * 1.0,
+    "after no dropout": _then_rand(lambda value: F.dropout(value, 0.0)),
+    "after no dropout by name": _then_rand(lambda value: torch.dropout(value, p=0.0, train=True)),
+    "after dropout in evaluation": _then_rand(lambda value: torch.dropout(value, 0.5, False)),
+    "after alpha dropout by default": _then_rand(lambda value: F.alpha_dropout(value, 0.5)),
+    "after attention": _then_rand(lambda value: _attention(value, 0.0)),
+}
+
+
+def _attention(value: Any, dropout: float) -> Any:
+    heads = value.unflatten(1, (2, 3, 1)).transpose(2, 3)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_as_in_the_unsplit_model(around: Surroundings, split: Activation, name: str) -> None:
+    found = []
+    for value in (split, VALUE.clone()):
+        with around.streams.forward(number=-1):
+            found.append(bring_home(DRAWS[name](value)))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("axis", "parts"), [(1, True), (2, False)])
+@pytest.mark.parametrize("drop", [F.dropout1d, F.feature_alpha_dropout, torch.feature_dropout])
+def test_channels_are_dropped_as_a_whole(around: Surroundings, drop: Any, axis: int, parts: bool) -> None:
+    """Ranks with parts of a channel would drop one part and keep another."""
+    value = Activation(torch.ones(2, 4, 6), Layout(("features",), 0, axis), around)
+    with around.streams.forward():
+        assert isinstance(drop(value, 0.5, True), Activation) == parts
+        assert isinstance(F.dropout(value, 0.5), Activation)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
+from lightning_autosync.errors import EquivalenceError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.equivalence import Expectation, Task, _gradient_faults, expect, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
@@ -118,6 +119,22 @@ class Counting(SGD):
 def test_steps_that_are_counted_in_groups() -> None:
     module = Model()
     compare(module, lambda: [Counting(module.parameters())])
+
+
+class Estimating(SGD):
+    """Multiplies its rate by a number that it estimates from the gradients of all weights, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1 * group.setdefault("found", 1.0)
+            group["found"] += sum(float(own.grad.norm()) for own in group["params"] if own.grad is not None)
+        return super().step(closure)
+
+
+def test_estimates_from_all_weights_are_refused() -> None:
+    module = Model()
+    with pytest.raises(EquivalenceError, match=r"the optimizer's steps of 'up\.weight' differ"):
+        compare(module, lambda: [Estimating(module.parameters(), lr=0.1)])
 
 
 def test_expected_gradients_are_not_copied_for_the_step() -> None:

@@ -37,7 +37,6 @@ def test_a_chain_has_its_layers_in_order() -> None:
     assert graph.operators[2].inputs[0].units == 16
     assert graph.operators[2].inputs[0].value.shape == (4, 256)
     assert graph.outputs == (3,)
-    assert graph.batch == 4
     assert graph.notes == ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import numpy
@@ -18,7 +18,7 @@ from torch import nn
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
-from lightning_autosync.hybrid.plan import LAYOUTS, SIGNATURES
+from lightning_autosync.hybrid.plan import Layout, Signature
 from lightning_autosync.hybrid.signatures import RULES, kind_of, refusal
 from lightning_autosync.hybrid.validation import check_plan, fingerprint
 from lightning_autosync.plan import builders
@@ -37,8 +37,8 @@ def hybrid_plans(draw: st.DrawFn) -> HybridPlan:
     layers = [
         LayerPlan(
             module=name,
-            signature=some(SIGNATURES),
-            output=draw(st.sampled_from([None, some(LAYOUTS)])),
+            signature=some(get_args(Signature)),
+            output=draw(st.sampled_from([None, some(get_args(Layout))])),
             parts=draw(st.integers(1, 3)),
             batch_axis=draw(st.sampled_from([0, 1, None])),
         )

@@ -50,7 +50,7 @@ def logged(model: nn.Module, batch: torch.Tensor, plan: HybridPlan) -> Sends:
         ranks = math.prod(mesh.sizes[k] for k in part.replicas)
         if ranks > 1 and part.parameter.requires_grad:
             size = 4 * math.prod(part.shard.local_shape)
-            found["gradients", part.replicas, "all_reduce"] += round(size * sent("sum", ranks))
+            found["gradients", part.replicas, "all_reduce"] += round(size * sent("all_reduce", ranks))
     return found
 
 

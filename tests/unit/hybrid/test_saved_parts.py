@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.optim import SGD
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
@@ -75,6 +76,18 @@ def test_a_part_of_another_shape_is_refused() -> None:
         pytest.raises(PlanError, match=r"state_dict: '0.weight' has shape \(16,\); allowed for this split parameter"),
     ):
         model_state(split, True)
+
+
+def test_optimizer_state_of_another_shape_is_refused() -> None:
+    with split_with(HOOKS["none"]) as split:
+        optimizer = SGD(split.module.parameters(), lr=0.1)
+        optimizer.state[next(split.module.parameters())] = {"step": torch.ones(()), "rows": torch.ones(4)}
+        with (
+            mock.patch.object(dcp, "save") as save,
+            pytest.raises(PlanError, match=r"its state 'rows' has shape \(4,\), but the split parameter's part has"),
+        ):
+            save_sharded("folder", split.module, [optimizer], split)
+        assert not save.called
 
 
 def test_ranks_share_the_work_of_writing_but_buffers_come_from_the_first() -> None:

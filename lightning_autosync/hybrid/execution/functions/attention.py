@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def _attend(
     options: Any = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     options["enable_gqa"] = enable_gqa
     parts: Any = [local_operand(item, layout, item.shape, query) for item in (query, key, value)]
-    with around.streams.shared(layout.states) if dropout_p else nullcontext():
+    with around.streams.shared(layout.states, dropout_p):
         found = F.scaled_dot_product_attention(*parts, **options)
     return around.wrap(found, layout)
 

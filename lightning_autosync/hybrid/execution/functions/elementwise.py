@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_autosync.hybrid.execution.activation import Activation
+from lightning_autosync.hybrid.execution.activation import Activation, run_at_home
 from lightning_autosync.hybrid.execution.functions.operands import common_layout, local_operand
 
 
@@ -33,12 +33,9 @@ _NAMES = _words(
     __abs__ __invert__ __and__ __or__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
     """
 )
-_RANDOM_NAMES = _words(
-    """
-    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout rand_like
-    randn_like bernoulli rrelu
-    """
-)
+_DROPOUT_NAMES = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout")
+_BY_ELEMENT = ("dropout", "alpha_dropout")
+"""Names of the functions that drop each element by itself; the others drop all of a channel, the second axis."""
 _PLACES = (torch, F, Tensor)
 
 
@@ -67,11 +64,10 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) ->
 def _elementwise_no_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Handle functions with an argument ``inplace``: compute out of place, then let the argument become the result."""
     bound = _signature(func).bind(*args, **kwargs)
-    changes = bound.arguments.get("inplace", False)
-    if "inplace" in bound.arguments:
-        bound.arguments["inplace"] = False
-    draws = func.__name__ in _RANDOM_NAMES and bound.arguments.get("training", True)
-    found = (_random if draws else elementwise)(func, bound.args, bound.kwargs)
+    bound.apply_defaults()
+    changes, bound.arguments["inplace"] = bound.arguments["inplace"], False
+    handler: Any = _dropout if func.__name__ in _DROPOUT_NAMES else run_at_home if func is F.rrelu else elementwise
+    found = handler(func, bound.args, bound.kwargs)
     if changes and found is not NotImplemented:
         return args[0].become(found)
     return found
@@ -82,11 +78,16 @@ def _where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     return NotImplemented if len(args) + len(kwargs) == 1 else elementwise(func, args, kwargs)
 
 
-def _random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Handle random functions: draws agree on ranks with the same values and differ between others."""
-    value = next((leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Activation)), None)
-    assert value is not None
-    with value.surroundings.streams.shared(value.placement.states):
+def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Handle dropout: draws agree on ranks with the same values and differ between others.
+
+    Other random functions are not handled: at home they draw as in the unsplit model.
+    """
+    given = {**dict(zip(("value", "p", "train"), args, strict=False)), **kwargs}
+    value, layout = args[0], args[0].placement
+    if func.__name__ not in _BY_ELEMENT and layout.by_features and layout.features > 1:
+        return NotImplemented  # it drops whole channels, of which ranks have parts
+    with value.surroundings.streams.shared(layout.states, given["p"] if given["train"] else 0.0):
         return elementwise(func, args, kwargs)
 
 
@@ -109,7 +110,7 @@ def _changing(plain: Callable[..., Any], handler: Callable[..., Any]) -> Callabl
 
 def _handlers() -> dict[Any, Any]:
     handlers: dict[Any, Any] = {}
-    for names, handler in ((_NAMES, elementwise), (_RANDOM_NAMES, _random)):
+    for names, handler in ((_NAMES, elementwise), (_DROPOUT_NAMES, _dropout)):
         for name in names:
             for place in _PLACES:
                 func = getattr(place, name, None)
@@ -121,7 +122,7 @@ def _handlers() -> dict[Any, Any]:
                 changing = getattr(place, own, None)
                 if changing is not None and not (name.startswith("__") and name[2] == "r"):
                     handlers[changing] = _changing(func, handlers[func])
-    return {**handlers, torch.where: _where}
+    return {**handlers, torch.where: _where, F.rrelu: _elementwise_no_change}
 
 
 HANDLERS = _handlers()
