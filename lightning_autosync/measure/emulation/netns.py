@@ -70,6 +70,15 @@ def configure(tool: str, lines: Iterable[str], namespace: str | None = None) -> 
     _check([tool, *place, "-batch", "-"], text + "\n")
 
 
+def has_netem(namespace: str) -> bool:
+    """Whether the kernel can delay packets itself, tried on the loopback interface of a namespace."""
+    try:
+        configure("tc", ["qdisc add dev lo root netem", "qdisc del dev lo root"], namespace)
+    except LaunchError:
+        return False
+    return True
+
+
 def set_kernel_parameters(parameters: Mapping[str, str | int], namespace: str) -> None:
     """Write entries of ``/proc/sys/net`` (such as ``ipv4/ip_forward``) in a namespace."""
     script = "".join(f"echo {value} > /proc/sys/net/{name}\n" for name, value in parameters.items())
