@@ -21,6 +21,10 @@ Address = Annotated[str, Field(pattern=r"^[^\s-]\S*$")]
 """A host name or an IP address; it must not start with a hyphen, because commands would read it as an option."""
 
 
+HIDDEN_LATENCY = 1e-3
+"""Largest latency in seconds that emulated links leave out, because the noise of the machine hides it."""
+
+
 class Node(Record):
     """A machine.
 
@@ -54,6 +58,11 @@ class Link(Record):
     bandwidth: Rate | None = None
     reverse_bandwidth: Rate | None = None
     latency: Seconds = 0.0
+
+    @property
+    def emulated_latency(self) -> float:
+        """Seconds by which an emulated link delays packets in each direction."""
+        return self.latency if self.latency > HIDDEN_LATENCY else 0.0
 
     @model_validator(mode="before")
     @classmethod
@@ -305,10 +314,10 @@ class ClusterSpec(Document):
     def as_emulated(self) -> ClusterSpec:
         """The same cluster as emulated on one machine.
 
-        Emulated links have rates but no latency, and devices of a node communicate at the speed of that machine,
-        independent of the rates of the links.
+        Emulated links have rates, but no latencies up to `HIDDEN_LATENCY`. Devices of a node communicate at the speed
+        of that machine, independent of the rates of the links.
         """
-        links = [{**link.model_dump(), "latency": 0.0} for link in self.links]
+        links = [{**link.model_dump(), "latency": link.emulated_latency} for link in self.links]
         return self._replace(links=links, local_latency=0.0, local_bandwidth=LOCAL_BANDWIDTH)
 
     def _replace(self, **fields: Any) -> ClusterSpec:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -88,10 +88,10 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             output = torch.func.functional_call(module, state, *given)
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise WorkloadError(
-                f"{title(module)}: its forward pass cannot run on fake tensors, because it needs the values of "
-                f"tensors: {reason}"
-            ) from error
+            cause = "needs the values of tensors, which fake tensors do not have"
+            depends = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+            fails = cause if depends else "fails on fake tensors"
+            raise WorkloadError(f"{title(module)}: its forward pass {fails}: {reason}") from error
     return recorder.calls, output
 
 

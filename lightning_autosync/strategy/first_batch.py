@@ -82,9 +82,21 @@ class FirstBatch:
 
         Restoring matters because a capture with fake tensors leaves some of them in recurrent layers.
         """
+        attributes = vars(self._module)
+        own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+
+        def forward(batch: Any) -> Any:
+            # The training step usually calls the module itself, and then means its own forward.
+            del attributes["forward"]
+            attributes.update(own)
+            try:
+                return self._loss(batch)
+            finally:
+                attributes["forward"] = forward
+
         # Around the whole capture: torch.export puts what an autocast within ``forward`` covers into one operation.
         with self._precision(), preserved(self._module, without=self._module.parameters()):
-            vars(self._module)["forward"] = self._loss
+            attributes["forward"] = forward
             yield self._module
 
 

@@ -1,4 +1,4 @@
-"""Emulated links: rates, routes, isolation, and that nothing is ever left behind."""
+"""Emulated links: rates, latencies, routes, isolation, and that nothing is ever left behind."""
 
 from __future__ import annotations
 
@@ -69,6 +69,12 @@ def processes_with(file: str, entry: str) -> list[str]:
 def processes_marked(mark: str) -> list[str]:
     """Those that live with a mark in their environment, whatever their parents are: workers, janitors, `ip`."""
     return processes_with("environ", f"MARK={mark}")
+
+
+def children(pid: int, pattern: str) -> list[int]:
+    """The ids of a process's children whose command lines match."""
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", pattern], capture_output=True, text=True)
+    return [int(line) for line in found.stdout.split()]
 
 
 @contextmanager
@@ -201,9 +207,37 @@ def test_the_size_of_the_pool_must_fit():
         WorkerPool(3, launch)
 
 
-def test_latency_is_not_promised():
-    with pytest.warns(UserWarning, match="only link rates are emulated, not latencies"):
-        EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6, latency=0.02)).close()
+def test_a_latency_delays_each_way_and_leaves_the_rate():
+    before = own_links()
+    with EmulatedLaunch(ClusterSpec.star(["100 Mbit/s", "20 Mbit/s"], latency="20 ms")) as launch:
+        checks = check_links(launch)
+        with WorkerPool(2, launch, extra_paths=[HERE]) as pool:
+            trip = pool.run(worker_calls.round_trip)[0]
+    assert [one.latency for one in checks] == [0.02] * 4
+    assert all(0.02 <= one.delay < 0.06 for one in checks)
+    assert [one.deviation for one in checks] == [pytest.approx(0, abs=0.1)] * 4
+    assert 4 * 0.02 <= trip < 40 * 0.02  # two links each way; gloo's receiver also says that it is ready
+    assert not own_namespaces()
+    assert own_links() == before
+
+
+def test_a_latency_below_the_noise_is_left_out():
+    with EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=50 * MEGABIT, latency="1 ms")) as launch:
+        devices = subprocess.run(
+            ["ip", "-n", launch.namespaces[0], "-d", "link", "show", "link0"], capture_output=True, text=True
+        ).stdout
+    assert "veth" in devices
+
+
+def test_a_relay_that_dies_is_told(monkeypatch):
+    monkeypatch.setattr(netns, "has_netem", lambda namespace: False)
+    launch = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6, latency="20 ms"))
+    (process,) = children(os.getpid(), "emulation/relay.py")
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    with pytest.warns(UserWarning, match="the process that delays packets ended early"):
+        launch.close()
+    assert not own_namespaces()
 
 
 def test_nothing_is_left_when_a_worker_is_killed():
@@ -229,10 +263,12 @@ def test_nothing_is_left_when_the_process_ends(end):
     program = """
         import signal, sys
         from lightning_autosync.cluster.spec import ClusterSpec
+        from lightning_autosync.measure.emulation import netns
         from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
-        launch = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6))
+        netns.has_netem = lambda namespace: False
+        launch = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6, latency="20 ms"))
         print("up", flush=True)
         sys.stdin.read()
     """
@@ -240,6 +276,7 @@ def test_nothing_is_left_when_the_process_ends(end):
     with marked_programs(mark, program) as (process,):
         assert process.stdout.readline() == b"up\n"
         assert len(own_namespaces(process.pid)) == 3
+        assert len(children(process.pid, "emulation/relay.py")) == 1
         if end is None:
             process.stdin.close()
         else:
@@ -262,7 +299,7 @@ def test_nothing_is_left_after_fifty_emulations_with_random_kills():
         from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with EmulatedLaunch(ClusterSpec.star([4e6, 2e6, 1e6])) as launch:
+        with EmulatedLaunch(ClusterSpec.star([4e6, 2e6, 1e6], latency="2 ms")) as launch:
             with WorkerPool(3, launch, extra_paths=[os.environ["HERE"]]) as pool:
                 while True:
                     pool.run(worker_calls.sum_of_ranks, elements=100_000)
@@ -285,8 +322,7 @@ def test_nothing_is_left_after_fifty_emulations_with_random_kills():
 
 def end_somehow(process: subprocess.Popen[bytes], draw: random.Random) -> None:
     """Kill one of its workers, or end the process itself."""
-    found = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "workers.worker"], capture_output=True, text=True)
-    workers = [int(line) for line in found.stdout.split()]
+    workers = children(process.pid, "workers.worker")
     if workers and draw.random() < 0.4:
         os.kill(draw.choice(workers), signal.SIGKILL)
     else:

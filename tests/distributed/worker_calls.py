@@ -99,6 +99,18 @@ def send_in_pairs(pairs: list[list[int]], amount: int) -> float:
     return time.perf_counter() - start
 
 
+def round_trip() -> float:
+    """Least seconds in which a number goes from rank 0 to rank 1 and back."""
+    tensor, other, trips = torch.zeros(1), 1 - dist.get_rank(), []
+    dist.barrier()
+    for _ in range(3):
+        start = time.perf_counter()
+        for sender in (0, 1):
+            dist.send(tensor, other) if dist.get_rank() == sender else dist.recv(tensor, other)
+        trips.append(time.perf_counter() - start)
+    return min(trips)
+
+
 def place() -> dict[str, str]:
     with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
         congestion_control = file.read().strip()

@@ -192,7 +192,10 @@ class Wide(LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         self.shapes.append(sum(parameter.numel() for parameter in self.parameters()))
-        return F.cross_entropy(self.head(self.down(self.act(self.up(batch[0])))), batch[1])
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.down(self.act(self.up(inputs))))
 
     def train_dataloader(self) -> Any:
         inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))

@@ -13,8 +13,8 @@ _HEAD = """\
 # Step times of synchronization plans
 
 {count} pairs of a plan and its measured step time: {workloads} workloads on {clusters} clusters, written by
-`autosync collect`. Links are emulated (network namespaces and token buckets, no latency), and computation is paced: it
-lasts as long as the workload says and takes no core. Processes, connections and sums are real.
+`autosync collect`. Links are emulated (network namespaces and token buckets, no latencies up to 1 ms), and computation
+is paced: it lasts as long as the workload says and takes no core. Processes, connections and sums are real.
 
 Read it with `lightning_autosync.learned.dataset.Dataset.load("{name}")`: a sequence of `Sample`; `.frame()` gives a
 pandas data frame. Samples measured beside too much other load ({disturbed} here) are left out unless

@@ -64,7 +64,7 @@ def draw_combinations(settings: CollectionSettings) -> list[Combination]:
 
 
 def scaled_cluster(cluster: str | dict[str, Any], rate: float, fastest: float) -> ClusterSpec:
-    """A cluster scaled to a rate of synchronization, as far as ``fastest`` (bytes/s of a link) allows; without latency.
+    """A cluster scaled to a rate of synchronization, as far as ``fastest`` (bytes/s of a link) allows; as emulated.
 
     So a workload takes a similar time on all clusters, which then differ only in shape.
     """

@@ -8,11 +8,9 @@ from typing import get_args
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.settings import Exactness
 from lightning_autosync.measure.conditions import BUSY_CORES
-from lightning_autosync.measure.emulation.launch import NOTICEABLE_LATENCY
 from lightning_autosync.measure.figures import save_figure
 
 EXACT = 1e-4
@@ -86,7 +84,6 @@ def remarks(result: BenchResult) -> list[str]:
     if result.bound is not None:
         lines.append(f"bound: {result.bound.meaning}: {result.bound.seconds * 1e3:.1f} ms")
     lines += ddp_legend(result)
-    lines += _latencies(result)
     lines += [f"{name}: {reason}" for name, reason in result.preparation.reasons.items()]
     lines += _best_of_sparse_ddp(result)
     if not settings.long_enough:
@@ -95,16 +92,6 @@ def remarks(result: BenchResult) -> list[str]:
         if result.classes[name] == "exact" and measurement.deviation > EXACT:
             lines.append(f"{name}: gradients differ from DDP's by {measurement.deviation:.1e} of their norm")
     return lines
-
-
-def _latencies(result: BenchResult) -> list[str]:
-    """Properties of the cluster that are not emulated."""
-    if not result.settings.emulated:
-        return []
-    slowest = max((link.latency for link in make_cluster(result.settings).links), default=0.0)
-    if slowest <= NOTICEABLE_LATENCY:
-        return []
-    return [f"latencies of {result.cluster.name}, up to {slowest * 1e3:g} ms, are not emulated"]
 
 
 def _best_of_sparse_ddp(result: BenchResult) -> list[str]:

@@ -38,6 +38,11 @@ CHUNK = 64 * 1024
 TRIES = 3
 TOLERANCE = 0.03
 TIMEOUT = 60.0
+PINGS = 5
+SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+ALLOWED_DEVIATION = 0.1
+ALLOWED_DELAY = 0.5e-3
+MEGABIT = 1e6 / 8
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,27 @@ class LinkCheck:
         source, target: names of the link's ends.
         setting: configured rate in bytes/s, framing included.
         measured: measured rate in bytes/s, framing included.
+        latency: configured one-way seconds; 0 if they are not emulated.
+        delay: measured one-way seconds; 0 if ``latency`` is.
     """
 
     source: str
     target: str
     setting: float
     measured: float
+    latency: float = 0.0
+    delay: float = 0.0
 
     @property
     def deviation(self) -> float:
         """How far the measured rate is above the setting, relative to the setting."""
         return self.measured / self.setting - 1
+
+    @property
+    def off(self) -> bool:
+        """Whether the rate or the delay is not as set."""
+        allowed = max(ALLOWED_DEVIATION * self.latency, ALLOWED_DELAY)
+        return abs(self.deviation) > ALLOWED_DEVIATION or abs(self.delay - self.latency) > allowed
 
 
 def check_links(launch: EmulatedLaunch) -> list[LinkCheck]:
@@ -77,14 +92,28 @@ def _check_channel(launch: EmulatedLaunch, channel: int) -> LinkCheck:
     sender, receiver = launch.network.ports[channel], launch.network.ports[channel ^ 1]
     source, target = launch.network.places[sender.place], launch.network.places[receiver.place]
     measured = 0.0
-    for _ in range(TRIES):
-        try:
+    try:
+        delay = _measure_delay(launch, sender, receiver) if sender.delay else 0.0
+        for _ in range(TRIES):
             measured = max(measured, _measure(launch, sender, receiver))
-        except TimeoutError as error:
-            raise LaunchError(f"cluster '{launch.cluster.name}': link from {source} to {target}: {error}") from None
-        if measured > (1 - TOLERANCE) * sender.rate:
-            break
-    return LinkCheck(source, target, sender.rate, measured)
+            if measured > (1 - TOLERANCE) * sender.rate:
+                break
+    except TimeoutError as error:
+        raise LaunchError(f"cluster '{launch.cluster.name}': link from {source} to {target}: {error}") from None
+    return LinkCheck(source, target, sender.rate, measured, sender.delay, delay)
+
+
+def _measure_delay(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
+    """Least seconds that a byte takes from one port to the other; this process has both ends, and so one clock."""
+    delays = []
+    with _connection(launch, sender, receiver) as (source, target):
+        source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(PINGS):
+            start = time.perf_counter()
+            source.sendall(b"\0")
+            target.recv(1)
+            delays.append(time.perf_counter() - start)
+    return min(delays)
 
 
 def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
@@ -93,7 +122,9 @@ def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
     The kernel counts the received bytes, so delays in scheduling this process do not distort the rate.
     """
     amount = max(LEAST, round(sender.rate * SECONDS))
-    patience = TIMEOUT + 2 * (BURST + amount) / sender.rate
+    # TCP starts slowly: it takes several round trips to fill a long link.
+    before = BURST + round(4 * _under_way(sender))
+    patience = TIMEOUT + 2 * (before + amount) / sender.rate
     with _connection(launch, sender, receiver) as (source, target):
         threads = [
             threading.Thread(target=_send, args=(source,)),
@@ -102,7 +133,7 @@ def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
         for thread in threads:
             thread.start()
         try:
-            first, start = _wait_for(target, BURST, patience)
+            first, start = _wait_for(target, before, patience)
             last, end = _wait_for(target, first + amount, patience)
         finally:
             source.shutdown(socket.SHUT_RDWR)
@@ -130,7 +161,8 @@ def _wait_for(target: socket.socket, amount: int, patience: float) -> tuple[int,
 @contextmanager
 def _connection(launch: EmulatedLaunch, sender: Port, receiver: Port) -> Iterator[tuple[socket.socket, socket.socket]]:
     """A TCP connection between two ports, bound to their interfaces so that it takes their link whatever the routes."""
-    with _socket_at(launch, receiver) as listener, _socket_at(launch, sender) as source:
+    window = round(1.5 * _under_way(sender)) + CHUNK if sender.delay else 0
+    with _socket_at(launch, receiver, window) as listener, _socket_at(launch, sender, window) as source:
         listener.bind((receiver.address, 0))
         listener.listen()
         source.connect(listener.getsockname())
@@ -140,9 +172,18 @@ def _connection(launch: EmulatedLaunch, sender: Port, receiver: Port) -> Iterato
             yield source, target
 
 
-def _socket_at(launch: EmulatedLaunch, port: Port) -> socket.socket:
+def _under_way(port: Port) -> float:
+    """Bytes that a port sends in a round trip over its link."""
+    return 2 * port.delay * port.rate
+
+
+def _socket_at(launch: EmulatedLaunch, port: Port, window: int) -> socket.socket:
+    """A TCP socket; if ``window`` is not 0, with buffers for so many bytes, which may exceed the system's limits."""
     made = netns.socket_in(launch.namespaces[port.place])
     made.settimeout(TIMEOUT)
+    if window:
+        made.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, window)
+        made.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, window)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, port.interface.encode())
     return made
 
@@ -161,25 +202,24 @@ def _drain(target: socket.socket) -> None:
             pass
 
 
-ALLOWED_DEVIATION = 0.1
-MEGABIT = 1e6 / 8
-
-
 def links_table(cluster: ClusterSpec, checks: list[LinkCheck]) -> Table:
-    """A table of rates in Mbit/s; links that deviate by more than ``ALLOWED_DEVIATION`` stand out."""
-    table = Table(title=f"{cluster.name}: emulated links", caption="Mbit/s on the wire, framing included")
+    """A table of rates in Mbit/s, and of delays if there are any; links that are `LinkCheck.off` stand out."""
+    delayed = any(check.latency for check in checks)
+    caption = "Mbit/s on the wire, framing included" + ("; one-way delays in ms" if delayed else "")
+    table = Table(title=f"{cluster.name}: emulated links", caption=caption)
     for heading in ("from", "to"):
         table.add_column(heading)
-    for heading in ("setting", "measured", "deviation"):
+    for heading in ("setting", "measured", "deviation", *(("latency", "delay") if delayed else ())):
         table.add_column(heading, justify="right")
     for check in checks:
-        style = "bold red" if abs(check.deviation) > ALLOWED_DEVIATION else None
-        rates = (
+        cells = [
             f"{check.setting / MEGABIT:.1f}",
             f"{check.measured / MEGABIT:.1f}",
             f"{check.deviation:+.1%}",
-        )
-        table.add_row(check.source, check.target, *rates, style=style)
+        ]
+        if delayed:
+            cells += [f"{check.latency * 1e3:.2f}", f"{check.delay * 1e3:.2f}"] if check.latency else ["", ""]
+        table.add_row(check.source, check.target, *cells, style="bold red" if check.off else None)
     return table
 
 
@@ -194,13 +234,14 @@ def measured_links(launch: Launch) -> list[LinkCheck]:
     if not isinstance(launch, EmulatedLaunch):
         return []
     checks = check_links(launch)
-    off = [check for check in checks if abs(check.deviation) > ALLOWED_DEVIATION]
+    off = [check for check in checks if check.off]
     if off:
         worst = max(off, key=lambda check: abs(check.deviation))
+        late = f" (delay {worst.delay * 1e3:.2f} instead of {worst.latency * 1e3:g} ms)" if worst.latency else ""
         warnings.warn(
             f"cluster '{launch.cluster.name}': {len(off)} emulated links deviate by more than {ALLOWED_DEVIATION:.0%} "
-            f"from their rates, the one from {worst.source} to {worst.target} by {worst.deviation:+.0%}; this machine "
-            "is too slow, so reduce the rates with cluster_scale",
+            f"from their settings, the one from {worst.source} to {worst.target} by {worst.deviation:+.0%}{late}; this "
+            "machine is too slow, so reduce the rates with cluster_scale",
             stacklevel=2,
         )
     return checks
@@ -226,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     Console().print(links_table(launch.cluster, checks))
-    return int(any(abs(check.deviation) > ALLOWED_DEVIATION for check in checks))
+    return int(any(check.off for check in checks))
 
 
 def _positive(text: str) -> float:

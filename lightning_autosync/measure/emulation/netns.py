@@ -9,13 +9,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_autosync.measure.errors import LaunchError
 
+Made = TypeVar("Made")
 DIRECTORY = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
 TOOLS = ("ip", "tc")
@@ -66,6 +68,15 @@ def configure(tool: str, lines: Iterable[str], namespace: str | None = None) -> 
         return
     place = ["-n", namespace] if namespace else []
     _check([tool, *place, "-batch", "-"], text + "\n")
+
+
+def has_netem(namespace: str) -> bool:
+    """Whether the kernel can delay packets itself, tried on the loopback interface of a namespace."""
+    try:
+        configure("tc", ["qdisc add dev lo root netem", "qdisc del dev lo root"], namespace)
+    except LaunchError:
+        return False
+    return True
 
 
 def set_kernel_parameters(parameters: Mapping[str, str | int], namespace: str) -> None:
@@ -124,29 +135,28 @@ class Janitor:
 
 def socket_in(namespace: str) -> socket.socket:
     """A new TCP socket in a namespace, usable from any thread of this process."""
-    made: list[socket.socket | OSError] = []
-    thread = threading.Thread(target=_make_socket, args=(namespace, made))
-    thread.start()
-    thread.join()
-    result = made[0]
-    if isinstance(result, OSError):
-        raise LaunchError(f"namespace {namespace}: {result}")
-    return result
-
-
-def _make_socket(namespace: str, made: list[socket.socket | OSError]) -> None:
-    """Create a socket in a namespace. The calling thread enters the namespace for good, so it must end afterwards."""
-    library = ctypes.CDLL(None, use_errno=True)
     try:
-        handle = os.open(DIRECTORY / namespace, os.O_RDONLY)
-        try:
-            if library.setns(handle, CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns failed")
-            made.append(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-        finally:
-            os.close(handle)
+        return run_in(namespace, lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     except OSError as error:
-        made.append(error)
+        raise LaunchError(f"namespace {namespace}: {error}") from None
+
+
+def run_in(namespace: str, make: Callable[[], Made]) -> Made:
+    """What a function returns that runs in a namespace; raises the ``OSError`` that it raises."""
+    # A thread enters a namespace for good, so each call has its own.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_run_in, namespace, make).result()
+
+
+def _run_in(namespace: str, make: Callable[[], Made]) -> Made:
+    library = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(DIRECTORY / namespace, os.O_RDONLY)
+    try:
+        if library.setns(handle, CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns failed")
+        return make()
+    finally:
+        os.close(handle)
 
 
 def _check(command: list[str], text: str) -> None:

@@ -29,12 +29,14 @@ class Port:
         interface: name of the interface there.
         address: IP address; the two ends of a link share a network of two addresses (/31).
         rate: sending rate in bytes/s.
+        delay: seconds by which the link delays what the port sends; 0 if its latency is not emulated.
     """
 
     place: int
     interface: str
     address: str
     rate: float
+    delay: float
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,9 @@ def _ports(cluster: ClusterSpec, places: tuple[str, ...]) -> Iterator[Port]:
     for index, link in enumerate(cluster.links):
         assert link.bandwidth is not None
         assert link.reverse_bandwidth is not None
-        interface = f"link{index}"
-        yield Port(index_of[link.a], interface, str(FIRST_ADDRESS + 2 * index), link.bandwidth)
-        yield Port(index_of[link.b], interface, str(FIRST_ADDRESS + 2 * index + 1), link.reverse_bandwidth)
+        for side, (end, rate) in enumerate(((link.a, link.bandwidth), (link.b, link.reverse_bandwidth))):
+            address = str(FIRST_ADDRESS + 2 * index + side)
+            yield Port(index_of[end], f"link{index}", address, rate, link.emulated_latency)
 
 
 def emulable(cluster: ClusterSpec, fastest: float) -> ClusterSpec:

@@ -298,6 +298,12 @@ def test_emulation_keeps_the_rates_of_links_and_has_the_speed_of_this_machine_in
     assert emulated.local_bandwidth == spec.local_bandwidth
 
 
+def test_emulation_keeps_the_latencies_that_noise_does_not_hide() -> None:
+    assert ClusterSpec.uniform(2, bandwidth=1e6, latency="1 ms").as_emulated().links[0].latency == 0
+    wan = ClusterSpec.uniform(2, bandwidth=1e6, latency="20 ms")
+    assert wan.as_emulated() == wan
+
+
 def test_a_link_is_the_same_both_ways_unless_told() -> None:
     assert ClusterSpec.from_dict(PAIR).links[0].reverse_bandwidth == 1.25e8
     assert "reverse_bandwidth" not in ClusterSpec.from_dict(PAIR).to_dict()["links"][0]

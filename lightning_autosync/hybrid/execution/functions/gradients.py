@@ -62,6 +62,6 @@ def _home_gradient(value: Tensor, gradient: Tensor | None) -> Tensor | None:
 HANDLERS: dict[Any, Any] = {
     Tensor.register_hook: _register_hook,
     Tensor.retain_grad: _retain_grad,
-    Tensor.grad.__get__: _retained,
+    Tensor.grad.__get__: _retained,  # type: ignore[union-attr]
     torch.autograd.grad: _gradients,
 }
