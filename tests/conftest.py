@@ -36,6 +36,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling
 
+    # xdist 3.8's own scheduler for groups does not see the groups' names under pytest 9.
     class ByProcesses(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return _processes(nodeid.split("::", 1)[0])

@@ -10,11 +10,12 @@ from lightning_autosync.documents.text import MOST_SHOWN, shortened, shown
 
 
 def describe_validation_error(error: ValidationError, data: Any = None) -> str:
-    """One line with the first problem and the number of further ones; ``data`` is the validated data."""
+    """One line: an unknown field, else the first problem, and the number of others. ``data`` was validated."""
     problems = error.errors(include_url=False)
     # A list whose only item is wrong is also reported as too short, but the item's own error says more.
     problems = [problem for problem in problems if problem["type"] != "too_short"] or problems
-    first = problems[0]
+    # An unknown field is often a misspelled one, which is reported as missing too.
+    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     message = shortened(first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, "), 5 * MOST_SHOWN)
     if first["type"] == "extra_forbidden":
         message = "unknown field"

@@ -215,7 +215,7 @@ class RelaxedCheckpoint:
         loaded, self._loaded = self._loaded, None
         if self._served:
             position = {"step": 0, "progress": 0.0} if loaded is None else loaded["synchronizer"]
-            checked(_Position, position, f"checkpoint: {KEY}: ranks: synchronizer", PlanError)
+            position = checked(_Position, position, f"checkpoint: {KEY}: ranks: synchronizer", PlanError).model_dump()
             # Servers get rank 0's state. The other ranks load theirs too, so that all ranks report the same faults.
             synchronizer.load_state_dict({**position, "optimizer": state_by_name(optimizer, self._names)})
             # The servers keep the state now, so a local copy would waste memory.

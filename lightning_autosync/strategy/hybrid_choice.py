@@ -127,4 +127,4 @@ def _data_parallel_seconds(plain: Candidate, cluster: ClusterSpec) -> float:
 
 
 def _size(count: float) -> str:
-    return f"{count / 2**30:.3g} GiB" if count >= 2**29 else f"{count / 2**20:.3g} MiB"
+    return f"{count / 1e9:.3g} GB" if count >= 5e8 else f"{count / 1e6:.3g} MB"

@@ -240,6 +240,8 @@ def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
 
 def reason_of_given(source: str) -> str:
     """The reason for a plan that the user gave, from its name in errors."""
+    if source.startswith("plan: "):
+        return f"given by the field '{source.removeprefix('plan: ')}' of the plan"
     return "given by the argument 'plan'" if source == "plan" else f"read from '{source}'"
 
 

@@ -14,6 +14,8 @@ from ports import free_port
 
 LIMIT = 60.0
 """Seconds that all may take to end, on a busy machine."""
+FAST = [("native", 1, True), ("ring", 0, False)]
+"""Kind, victim and whether its process lives on: cases of `make test`."""
 ENDS = {"error": "ValueError: no luck", "sigterm": "SIGTERMException: "}
 
 
@@ -44,12 +46,11 @@ def test_ranks_that_end_alike_save_a_checkpoint_together(tmp_path: Path, kind: s
 @pytest.mark.parametrize(
     ("kind", "victim", "lasting"),
     [
-        ("native", 1, True),
-        ("ring", 0, False),
+        *FAST,
         *(
             pytest.param(kind, victim, lasting, marks=pytest.mark.slow)
             for kind, victim, lasting in itertools.product(["native", "ring"], [0, 1], [False, True])
-            if (kind, victim) not in {("native", 1), ("ring", 0)} or lasting is (kind == "ring")
+            if (kind, victim, lasting) not in FAST
         ),
     ],
 )

@@ -44,6 +44,7 @@ MALFORMED: list[tuple[Any, str]] = [
     (HEAD, "nodes: missing"),
     ({**HEAD, "nodes": []}, "nodes: Tuple should have at least 1 item"),
     ({**PAIR, "racs": 2}, "racs: unknown field"),
+    ({**HEAD, "stars": ["1 Gbit/s"]}, "stars: unknown field (and 1 more)"),
     ({**HEAD, "nodes": [{"name": "a", "gpus": 2}]}, "nodes[0].gpus: unknown field"),
     ({**HEAD, "nodes": [{"name": "a b"}]}, "nodes[0].name: String should match"),
     ({**HEAD, "nodes": [{"name": "a", "devices": 0}]}, "nodes[0].devices: Input should be greater than 0"),
