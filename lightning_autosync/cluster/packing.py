@@ -135,15 +135,17 @@ _SMALLEST_WEIGHTS = (0.005, 0.001, 0.0)
 
 @dataclass(frozen=True)
 class PackedTree:
-    """One tree of a packing.
+    """One tree of a packing, or a pair of trees with the same root.
 
     Attributes:
         weight: share of the data on the tree; all weights sum to 1.
-        parents: [ranks] parent of each rank, -1 at the root.
+        parents: [ranks] parent of each rank in the reduce tree, -1 at the root.
+        broadcast: the same in the broadcast tree; None for the same edges back.
     """
 
     weight: float
     parents: Parents
+    broadcast: Parents | None = None
 
 
 @dataclass(frozen=True)
