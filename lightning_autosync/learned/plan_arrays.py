@@ -41,7 +41,7 @@ class Shards(NamedTuple):
         root: rank that reduces the range, or `EVERYBODY`.
         bytes: bytes of the sum; for a table those of the touched rows.
         pieces: number of pieces into which the range is cut on the wire.
-        depth: largest number of hops to a rank; 0 for native collectives.
+        depth: largest number of hops to a rank, the mean of both trees; 0 for native collectives.
     """
 
     message: Integers
@@ -133,7 +133,7 @@ def _shards(context: Context, messages: tuple[Message, ...], size: Floats) -> Sh
 
 
 def _ranges(context: Context, transfer: Transfer) -> Iterator[tuple[int, int, int, float]]:
-    """Root, elements, pieces and depth of each range of a transfer; the depth is the mean of the two trees'."""
+    """Root, elements, pieces and depth of each range of a transfer."""
     if isinstance(transfer, TreeTransfer):
         numel = transfer.stop - transfer.start
         for tree in (transfer.reduce, transfer.broadcast):
