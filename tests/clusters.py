@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from random import Random
+
 from lightning_autosync.cluster import ClusterSpec
 
 
@@ -24,3 +27,25 @@ def shared_nodes(size: int) -> ClusterSpec:
             "links": links,
         }
     )
+
+
+def asymmetric_cluster(shape: str, size: int, random: Random) -> ClusterSpec:
+    """A ring, mesh, star or two racks of ``size`` nodes; each direction of a link has a random rate up to 1 : 10."""
+    nodes = [f"n{index}" for index in range(size)]
+    switches: list[str] = []
+    if shape == "ring":
+        ends = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+    elif shape == "mesh":
+        ends = list(combinations(nodes, 2))
+    elif shape == "star":
+        switches = ["switch"]
+        ends = [(node, "switch") for node in nodes]
+    else:
+        switches = ["left", "right", "core"]
+        ends = [*((node, switches[place % 2]) for place, node in enumerate(nodes)), ("left", "core"), ("right", "core")]
+    links = [
+        {"a": a, "b": b, "bandwidth": random.uniform(1e7, 1e8), "reverse_bandwidth": random.uniform(1e7, 1e8)}
+        for a, b in ends
+    ]
+    fields = {"name": shape, "nodes": [{"name": node} for node in nodes], "switches": switches, "links": links}
+    return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, **fields})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from lightning_autosync.plan import Compressor, Group, Partition, SyncPlan, WeightedTree, topologies
+from lightning_autosync.plan import Compressor, Group, Partition, SyncPlan, Tree, WeightedTree, topologies
 from lightning_autosync.workload import Variable, Workload
 
 
@@ -18,6 +18,15 @@ def trees(draw: st.DrawFn, size: int) -> tuple[int, ...]:
     for place in range(1, size):
         parents[order[place]] = order[draw(st.integers(0, place - 1))]
     return tuple(parents)
+
+
+@st.composite
+def weighted_trees(draw: st.DrawFn, size: int) -> WeightedTree:
+    """A random tree, or a random pair of trees with one root."""
+    parents = draw(trees(size))
+    root = parents.index(-1)
+    broadcast = Tree(draw(trees(size))).rerooted(root).parents if draw(st.booleans()) else None
+    return WeightedTree(weight=draw(st.sampled_from([0.2, 1.0, 2.5])), parents=parents, broadcast=broadcast)
 
 
 @st.composite
@@ -61,10 +70,7 @@ def groups(
         placement=tuple(draw(st.lists(ranks, min_size=shards, max_size=shards)))
         if architecture == "parameter_server" and draw(st.booleans())
         else None,
-        trees=tuple(
-            WeightedTree(weight=draw(st.sampled_from([0.2, 1.0, 2.5])), parents=parents)
-            for parents in draw(st.lists(trees(size), min_size=1, max_size=4))
-        )
+        trees=tuple(draw(st.lists(weighted_trees(size), min_size=1, max_size=4)))
         if topologies.find(topology).takes_trees and draw(st.booleans())
         else None,
         compressor=compressor,

@@ -10,24 +10,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy
-from numpy.typing import NDArray
-from scipy.sparse import csc_array
 
 from lightning_autosync.cluster.cuts import Cut, find_cuts, one_switch_cuts
 from lightning_autosync.cluster.link_graph import LinkGraph
-from lightning_autosync.cluster.packing import Packing, generate_columns, mirrored_packing
+from lightning_autosync.cluster.packing import EXACT_RANKS, best_packing
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.cluster.trees import Parents, chains, least_arborescence, root_at, stars
 from lightning_autosync.errors import ClusterError
-
-TreePair = tuple[Parents, Parents]
-
-
-EXACT_RANKS = 64
-"""Largest number of ranks for which the linear program is solved; its size grows with the number of pairs of ranks."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +86,7 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
     link_graph = LinkGraph(spec)
     if spec.world_size > EXACT_RANKS:
         return Limit(tuple(find_cuts(link_graph)), exact=False)
-    packing: Packing[Any] = mirrored_packing(link_graph) if link_graph.symmetric else _paired_packing(link_graph)
+    packing = best_packing(link_graph)
     # Only the cluster's links may have bursts, so the prices of local links, which follow them, are left out.
     return Limit((Cut(packing.rate, float(packing.prices[: 2 * len(spec.links)].sum())),), exact=True)
 
@@ -176,42 +166,6 @@ def _one_switch(spec: ClusterSpec) -> list[float]:
         return []
     rates = [link.bandwidth for link in spec.links if link.bandwidth == link.reverse_bandwidth]
     return [rate for rate in rates if rate is not None] if len(rates) == len(spec.links) else []
-
-
-def _paired_packing(link_graph: LinkGraph) -> Packing[TreePair]:
-    """The best packing of pairs of trees with the same root, one for the reduce and one for the broadcast."""
-    count = link_graph.world_size
-    arcs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    arc_loads = link_graph.load_rows([arc] for arc in arcs)
-
-    def load(pairs: Sequence[TreePair]) -> csc_array:
-        return link_graph.load_rows(map(_transfers, pairs)).T.tocsc()
-
-    def price(duals: NDArray[numpy.float64]) -> Iterator[TreePair]:
-        cost = numpy.zeros((count, count))
-        for arc, value in zip(arcs, arc_loads @ duals, strict=True):
-            cost[arc] = value
-        for root in range(count):
-            yield least_arborescence(cost.T, root), least_arborescence(cost, root)
-
-    return generate_columns(link_graph.capacities, _pair_seeds(count), load, price)
-
-
-def _transfers(pair: TreePair) -> list[tuple[int, int]]:
-    """Pairs of source and target rank: up the first tree to its root, then down the second tree."""
-    upward, downward = pair
-    up = [(rank, parent) for rank, parent in enumerate(upward) if parent >= 0]
-    return up + [(parent, rank) for rank, parent in enumerate(downward) if parent >= 0]
-
-
-def _pair_seeds(count: int) -> Iterator[TreePair]:
-    """For every rank as root: a star, and a ring (a chain that ends at the root and one that starts there)."""
-    starting_at = list(chains(count))
-    for root, star in enumerate(stars(count)):
-        hub = root_at(star, root, count)
-        yield hub, hub
-        ending_here = starting_at[(root + 1) % count]
-        yield root_at(ending_here, root, count), root_at(starting_at[root], root, count)
 
 
 def least_step_time(

@@ -5,8 +5,9 @@ tree carries its share of the data up to its root and, mirrored, back down. So a
 j and j to i once each, and the root does not matter. The cheapest tree under channel prices is then a minimum spanning
 tree.
 
-Reducing and broadcasting along the same tree is optimal if all links are symmetric. Otherwise a pair of different trees
-can be faster, and the rate here may be below :func:`lightning_autosync.cluster.bounds.synchronization_rate`.
+Reducing and broadcasting along the same tree is optimal if all links are symmetric. Otherwise pairs of a reduce tree
+and a broadcast tree with the same root are packed, up to `EXACT_RANKS` ranks. The cheapest pair under channel prices is
+then two minimum spanning arborescences.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lightning_autosync.cluster.trees import (
     chains,
     height,
     hierarchical_trees,
+    least_arborescence,
     least_tree,
     root_at,
     stars,
@@ -41,6 +43,12 @@ Vector = NDArray[numpy.float64]
 Column = TypeVar("Column", bound=Hashable)
 
 _TOLERANCE = 1e-6
+
+EXACT_RANKS = 64
+"""Largest number of ranks for which pairs of trees are packed; the program's size grows with the pairs of ranks."""
+
+TreePair = tuple[Parents, Parents]
+"""A reduce tree and a broadcast tree with the same root."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +143,17 @@ _SMALLEST_WEIGHTS = (0.005, 0.001, 0.0)
 
 @dataclass(frozen=True)
 class PackedTree:
-    """One tree of a packing.
+    """One tree of a packing, or a pair of trees with the same root.
 
     Attributes:
         weight: share of the data on the tree; all weights sum to 1.
-        parents: [ranks] parent of each rank, -1 at the root.
+        parents: [ranks] parent of each rank in the reduce tree, -1 at the root.
+        broadcast: the same in the broadcast tree; None for the same edges back.
     """
 
     weight: float
     parents: Parents
+    broadcast: Parents | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,9 @@ class TreePacking:
 
 @lru_cache(maxsize=64)
 def pack_trees(spec: ClusterSpec) -> TreePacking:
-    """A few shallow trees that reach at least 98% of the best rate of mirrored packings.
+    """A few shallow trees that reach at least 98% of the best packing's rate.
+
+    If links are asymmetric they are pairs of trees, but with more than `EXACT_RANKS` ranks always single trees.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -165,10 +177,18 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
     capacities = link_graph.capacities
     if spec.world_size == 1:
         return TreePacking(math.inf, (PackedTree(1.0, (-1,)),))
-    packing = mirrored_packing(link_graph)
+    packing = best_packing(link_graph) if spec.world_size <= EXACT_RANKS else mirrored_packing(link_graph)
     weights = _shallow_weights(packing, capacities, spec.world_size)
     rate, weights = _drop_small(weights, packing, capacities)
     return TreePacking(rate, _root_trees(packing.columns, weights, spec.world_size))
+
+
+def best_packing(link_graph: LinkGraph) -> Packing[EdgeTree] | Packing[TreePair]:
+    """The best packing over two or more ranks: of pairs of trees, or of trees used in both directions.
+
+    If all links are symmetric, a pair and its mirror image can be averaged, so that pairs are no better.
+    """
+    return mirrored_packing(link_graph) if link_graph.symmetric else paired_packing(link_graph)
 
 
 def mirrored_packing(link_graph: LinkGraph) -> Packing[EdgeTree]:
@@ -185,6 +205,42 @@ def mirrored_packing(link_graph: LinkGraph) -> Packing[EdgeTree]:
         return (chosen @ pair_loads).T.tocsc()
 
     return generate_columns(link_graph.capacities, _seeds(link_graph.spec), load, _pricing(pair_loads, world_size))
+
+
+def paired_packing(link_graph: LinkGraph) -> Packing[TreePair]:
+    """The best packing of pairs of trees with the same root, one for the reduce and one for the broadcast."""
+    count = link_graph.world_size
+    arcs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    arc_loads = link_graph.load_rows([arc] for arc in arcs)
+
+    def load(pairs: Sequence[TreePair]) -> csc_array:
+        return link_graph.load_rows(map(_transfers, pairs)).T.tocsc()
+
+    def price(duals: NDArray[numpy.float64]) -> Iterator[TreePair]:
+        cost = numpy.zeros((count, count))
+        for arc, value in zip(arcs, arc_loads @ duals, strict=True):
+            cost[arc] = value
+        for root in range(count):
+            yield least_arborescence(cost.T, root), least_arborescence(cost, root)
+
+    return generate_columns(link_graph.capacities, _pair_seeds(count), load, price)
+
+
+def _transfers(pair: TreePair) -> list[tuple[int, int]]:
+    """Pairs of source and target rank: up the first tree to its root, then down the second tree."""
+    upward, downward = pair
+    up = [(rank, parent) for rank, parent in enumerate(upward) if parent >= 0]
+    return up + [(parent, rank) for rank, parent in enumerate(downward) if parent >= 0]
+
+
+def _pair_seeds(count: int) -> Iterator[TreePair]:
+    """For every rank as root: a star, and a ring (a chain that ends at the root and one that starts there)."""
+    starting_at = list(chains(count))
+    for root, star in enumerate(stars(count)):
+        hub = root_at(star, root, count)
+        yield hub, hub
+        ending_here = starting_at[(root + 1) % count]
+        yield root_at(ending_here, root, count), root_at(starting_at[root], root, count)
 
 
 def _seeds(spec: ClusterSpec) -> Iterator[EdgeTree]:
@@ -206,25 +262,26 @@ def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[NDArray[numpy.
 
 
 def _shallow_weights(
-    packing: Packing[EdgeTree], capacities: NDArray[numpy.float64], world_size: int
+    packing: Packing[Any], capacities: NDArray[numpy.float64], world_size: int
 ) -> NDArray[numpy.float64]:
     """Weights near the best rate that prefer shallow trees, then a high rate, then an even share of work.
 
     One level of height outweighs any gain in rate, because shallow trees need less data to fill their pipeline. A
     rank's work is proportional to its number of neighbours in the trees.
     """
-    heights = numpy.array([_least_height(tree, world_size) for tree in packing.columns], dtype=float)
+    heights = numpy.array([_least_height(column, world_size) for column in packing.columns], dtype=float)
     degrees = numpy.zeros((world_size, len(packing.columns)))
-    for index, tree in enumerate(packing.columns):
-        for edge in tree:
-            degrees[list(edge), index] += 1
+    for index, column in enumerate(packing.columns):
+        paired = isinstance(column, tuple)
+        for edge in _transfers(column) if paired else column:
+            degrees[list(edge), index] += 0.5 if paired else 1
     goal = packing.rate * _RATE_KEPT_FOR_SHALLOW
     work = degrees * (_WORTH_OF_WORK / world_size)
     return cheapest_weights(packing, capacities, goal, heights - heights.min() - _WORTH_OF_RATE, work)
 
 
 def _drop_small(
-    weights: NDArray[numpy.float64], packing: Packing[EdgeTree], capacities: NDArray[numpy.float64]
+    weights: NDArray[numpy.float64], packing: Packing[Any], capacities: NDArray[numpy.float64]
 ) -> tuple[float, NDArray[numpy.float64]]:
     """The rate and the normalized weights without the smallest trees; fewer are dropped if that costs too much rate."""
     shares = weights / weights.sum()
@@ -245,21 +302,32 @@ def _rate(loads: NDArray[numpy.float64], capacities: NDArray[numpy.float64]) -> 
     return float((capacities[used] / loads[used]).min())
 
 
-def _least_height(tree: EdgeTree, world_size: int) -> int:
+def _least_height(tree: EdgeTree | TreePair, world_size: int) -> float:
+    """Height from the best root; the mean of both heights of a pair."""
+    if isinstance(tree, tuple):
+        return (height(tree[0]) + height(tree[1])) / 2
     return height(root_at(tree, centres(tree, world_size)[0], world_size))
 
 
 def _root_trees(
-    trees: tuple[EdgeTree, ...], weights: NDArray[numpy.float64], world_size: int
+    trees: Sequence[EdgeTree | TreePair], weights: NDArray[numpy.float64], world_size: int
 ) -> tuple[PackedTree, ...]:
-    """Each used tree, rooted at its centre; of two centres, the rank with less weight as a root so far is chosen."""
+    """Each used tree, rooted at its centre; of two centres, the rank with less weight as a root so far is chosen.
+
+    A pair of trees has a root already. If both trees have the same edges it needs no broadcast tree.
+    """
     rooted = numpy.zeros(world_size)
     packed = []
     for index in numpy.argsort(-weights, kind="stable"):
         weight = float(weights[index])
         if weight <= 0:
             break
-        root = min(centres(trees[index], world_size), key=lambda rank: (rooted[rank], rank))
+        tree = trees[index]
+        if isinstance(tree, tuple):
+            up, down = tree
+            packed.append(PackedTree(weight, up, None if up == down else down))
+            continue
+        root = min(centres(tree, world_size), key=lambda rank: (rooted[rank], rank))
         rooted[root] += weight
-        packed.append(PackedTree(weight, root_at(trees[index], root, world_size)))
+        packed.append(PackedTree(weight, root_at(tree, root, world_size)))
     return tuple(packed)

@@ -41,7 +41,7 @@ class Shards(NamedTuple):
         root: rank that reduces the range, or `EVERYBODY`.
         bytes: bytes of the sum; for a table those of the touched rows.
         pieces: number of pieces into which the range is cut on the wire.
-        depth: largest number of hops to a rank; 0 for native collectives.
+        depth: largest number of hops to a rank, the mean of both trees; 0 for native collectives.
     """
 
     message: Integers
@@ -116,7 +116,7 @@ def _mode(message: Message, group: Group) -> int:
 
 
 def _shards(context: Context, messages: tuple[Message, ...], size: Floats) -> Shards:
-    rows: list[tuple[int, int, float, int, int]] = []
+    rows: list[tuple[int, int, float, int, float]] = []
     for message in messages:
         whole = max(1, message.numel * ITEMSIZE[message.dtype])
         unit = ITEMSIZE[message.dtype] * float(size[message.index]) / whole
@@ -132,14 +132,15 @@ def _shards(context: Context, messages: tuple[Message, ...], size: Floats) -> Sh
     )
 
 
-def _ranges(context: Context, transfer: Transfer) -> Iterator[tuple[int, int, int, int]]:
+def _ranges(context: Context, transfer: Transfer) -> Iterator[tuple[int, int, int, float]]:
     """Root, elements, pieces and depth of each range of a transfer."""
     if isinstance(transfer, TreeTransfer):
         numel = transfer.stop - transfer.start
-        parents = transfer.reduce.parents
-        if parents not in context.depths:
-            context.depths[parents] = transfer.reduce.depth
-        yield transfer.root, numel, ceil(numel / transfer.segment), context.depths[parents]
+        for tree in (transfer.reduce, transfer.broadcast):
+            if tree.parents not in context.depths:
+                context.depths[tree.parents] = tree.depth
+        depth = (context.depths[transfer.reduce.parents] + context.depths[transfer.broadcast.parents]) / 2
+        yield transfer.root, numel, ceil(numel / transfer.segment), depth
     elif isinstance(transfer, AllToAll):
         for owner, start, stop in zip(transfer.owners, transfer.bounds, transfer.bounds[1:], strict=False):
             yield owner, stop - start, 1, 1

@@ -49,7 +49,8 @@ def _row(group: Group) -> list[str]:
         shards += " (" + " ".join(f"{weight / total:.0%}" for weight in group.partition.weights) + ")"
     topology = group.topology + (" + local" if group.local_aggregation else "")
     if group.trees:
-        topology += f" ({len(group.trees)} trees)"
+        paired = any(tree.broadcast for tree in group.trees)
+        topology += f" ({len(group.trees)} {'tree pairs' if paired else 'trees'})"
     return [
         group.name,
         first if count == 1 else f"{first} and {count - 1} more",

@@ -18,7 +18,6 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     WithJsonSchema,
     field_serializer,
-    field_validator,
     model_serializer,
     model_validator,
 )
@@ -153,20 +152,37 @@ class Partition(Record):
         return self
 
 
-class WeightedTree(Record):
-    """A spanning tree that carries a share of a ``packed`` message, in proportion to ``weight``.
+def _checked(parents: tuple[int, ...]) -> tuple[int, ...]:
+    check_parents(parents)
+    return parents
 
-    ``parents[r]`` is the parent of rank r, -1 at the root.
+
+_Parents = Annotated[tuple[Annotated[Integer, Field(ge=-1)], ...], AfterValidator(_checked)]
+
+
+class WeightedTree(Record):
+    """A spanning tree, or a pair of them, that carries a share of a ``packed`` message in proportion to ``weight``.
+
+    Attributes:
+        weight: relative share.
+        parents: [ranks] parent of each rank, -1 at the root, in the tree that reduces.
+        broadcast: the same of the tree that broadcasts, with the same root; None for the tree that reduces.
     """
 
     weight: Annotated[float, Field(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)]
-    parents: tuple[Annotated[Integer, Field(ge=-1)], ...]
+    parents: _Parents
+    broadcast: _Parents | None = None
 
-    @field_validator("parents")
-    @classmethod
-    def _check_parents(cls, parents: tuple[int, ...]) -> tuple[int, ...]:
-        check_parents(parents)
-        return parents
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.broadcast is not None:
+            ranks = len(self.parents)
+            if len(self.broadcast) != ranks:
+                raise ValueError(f"broadcast: expected {ranks} ranks as in parents, got {len(self.broadcast)}")
+            root, start = self.parents.index(-1), self.broadcast.index(-1)
+            if start != root:
+                raise ValueError(f"broadcast: its root is rank {start}; it must be rank {root}, the root in parents")
+        return self
 
 
 class Group(Record):
@@ -180,7 +196,7 @@ class Group(Record):
         topology: a name in `lightning_autosync.plan.topologies`; ``native`` is the backend's own collective.
         partition: how the message is cut into shards; None leaves it whole.
         placement: [shards] rank that reduces each shard, for ``parameter_server``; None puts all on rank 0.
-        trees: trees and their weights, for ``packed``; None derives them from the cluster's links.
+        trees: trees or pairs of trees, and their weights, for ``packed``; None derives them from the cluster's links.
         compressor: compression of the message.
         local_aggregation: whether the ranks of a node are first reduced to one message.
         priority: priority among messages that compete for the wire, higher first; collectives keep the plan's order.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import training
-from clusters import shared_nodes, uneven_cluster
+from clusters import asymmetric_cluster, shared_nodes, uneven_cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plans import plans
@@ -35,6 +37,19 @@ def test_shared_memory_equals_ddp(pool, size: int) -> None:
     workload = describe(Net().double())
     made = [builders.shared_memory(workload, cluster, bucket_bytes=limit).to_dict() for limit in (1, 1000, 10**8)]
     for found in pool.run(training.distances, plans=made, cluster=cluster.to_dict(), double=True)[:size]:
+        assert max(found) < 1e-12
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_pairs_of_trees_equal_ddp(pool, size: int) -> None:
+    cluster = asymmetric_cluster("mesh", size, Random(0))
+    workload = describe(Net().double())
+    made = [builders.packed_trees(workload, cluster, bucket_bytes=limit) for limit in (1, 1000, 10**8)]
+    assert any(tree.broadcast for tree in made[0].groups[0].trees)
+    answers = pool.run(
+        training.distances, plans=[plan.to_dict() for plan in made], cluster=cluster.to_dict(), double=True
+    )
+    for found in answers[:size]:
         assert max(found) < 1e-12
 
 

@@ -65,6 +65,6 @@ def packed_trees(
     """
     trees = None
     if topology == "packed":
-        trees = tuple(WeightedTree(weight=tree.weight, parents=tree.parents) for tree in pack_trees(cluster).trees)
+        trees = tuple(WeightedTree.model_validate(vars(tree)) for tree in pack_trees(cluster).trees)
     groups = fused_groups(in_ready_order(workload), [bucket_bytes], "bucket", topology=topology, trees=trees)
     return make_plan(workload, cluster, groups)

@@ -95,7 +95,7 @@ class Composer:
     def _packed(self) -> tuple[WeightedTree, ...]:
         if self._trees is None:
             packed = pack_trees(self._cluster).trees
-            self._trees = tuple(WeightedTree(weight=tree.weight, parents=tree.parents) for tree in packed)
+            self._trees = tuple(WeightedTree.model_validate(vars(tree)) for tree in packed)
         return self._trees
 
 

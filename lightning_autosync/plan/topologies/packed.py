@@ -32,11 +32,12 @@ class PackedTopology(TreeTopology):
     ) -> Iterator[tuple[int, int, Tree, Tree]]:
         start, stop = bounds
         stated = group.trees or pack_trees(site.cluster).trees
-        trees = [cached_tree(tree.parents) for tree in stated]
-        trees = trees if root is None else [tree.rerooted(root) for tree in trees]
-        edges = weighted_bounds((stop - start) // unit, len(trees), [tree.weight for tree in stated])
-        for tree, lower, upper in zip(trees, edges, edges[1:], strict=False):
-            yield start + unit * lower, start + unit * upper, tree, tree
+        pairs = [(cached_tree(tree.parents), cached_tree(tree.broadcast or tree.parents)) for tree in stated]
+        if root is not None:
+            pairs = [(up.rerooted(root), down.rerooted(root)) for up, down in pairs]
+        edges = weighted_bounds((stop - start) // unit, len(pairs), [tree.weight for tree in stated])
+        for pair, lower, upper in zip(pairs, edges, edges[1:], strict=False):
+            yield start + unit * lower, start + unit * upper, *pair
 
 
 register(PackedTopology())

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph, bounds, synchronization_limit
-from lightning_autosync.cluster.bounds import _paired_packing
 from lightning_autosync.cluster.cuts import Cut, find_cuts, one_switch_cuts, undominated
-from lightning_autosync.cluster.packing import mirrored_packing
+from lightning_autosync.cluster.packing import best_packing, mirrored_packing
 
 MB = 1e6
 
@@ -29,8 +28,7 @@ def without_program(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a linear program of a million pairs of ranks")
 
     bounds.synchronization_limit.cache_clear()
-    monkeypatch.setattr(bounds, "mirrored_packing", refuse)
-    monkeypatch.setattr(bounds, "_paired_packing", refuse)
+    monkeypatch.setattr(bounds, "best_packing", refuse)
 
 
 def test_a_burst_passes_beside_the_rate() -> None:
@@ -99,7 +97,7 @@ def test_a_slow_link_of_one_rack_is_a_cut() -> None:
 def test_no_cut_is_below_what_trees_reach(spec: ClusterSpec) -> None:
     if spec.world_size > 1:
         link_graph = LinkGraph(spec)
-        reached = (mirrored_packing(link_graph) if link_graph.symmetric else _paired_packing(link_graph)).rate
+        reached = best_packing(link_graph).rate
         assert find_cuts(link_graph)[0].rate >= reached * (1 - 1e-5)
 
 
@@ -124,7 +122,7 @@ def test_with_bursts_no_packing_is_faster_than_the_bound(spec: ClusterSpec, part
     if spec.world_size == 1:
         return
     link_graph = LinkGraph(spec)
-    packing = mirrored_packing(link_graph) if link_graph.symmetric else _paired_packing(link_graph)
+    packing = best_packing(link_graph)
     unit = float(link_graph.capacities.min())
     burst = part * unit
     shaped = (numpy.arange(len(link_graph.channels)) < 2 * len(spec.links)) * burst

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import networkx
 import numpy
 import pytest
 from cluster_strategies import RATES, random_clusters
+from clusters import asymmetric_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csc_array
@@ -21,7 +23,7 @@ from lightning_autosync.cluster import (
     synchronization_rate,
 )
 from lightning_autosync.cluster import packing as packing_module
-from lightning_autosync.cluster.packing import Packing, _drop_small, _root_trees, mirrored_packing
+from lightning_autosync.cluster.packing import Packing, _drop_small, _root_trees
 from lightning_autosync.cluster.trees import height, tree_of
 from lightning_autosync.errors import ClusterError
 
@@ -33,16 +35,21 @@ def check(spec: ClusterSpec, packing: TreePacking) -> None:
     link_graph = LinkGraph(spec)
     loads = numpy.zeros(len(link_graph.channels))
     for tree in packing.trees:
-        edges = [(rank, parent) for rank, parent in enumerate(tree.parents) if parent >= 0]
-        graph = networkx.Graph(edges)
-        graph.add_nodes_from(range(spec.world_size))
-        assert networkx.is_tree(graph)
-        assert tree.parents.count(-1) == 1
         assert tree.weight > 0
-        assert height(tree.parents) == networkx.radius(graph)
-        for rank, parent in edges:
-            for channel in (*link_graph.route(rank, parent), *link_graph.route(parent, rank)):
-                loads[channel] += tree.weight * packing.rate
+        broadcast = tree.broadcast or tree.parents
+        assert broadcast.index(-1) == tree.parents.index(-1)
+        edges = [
+            [(rank, parent) for rank, parent in enumerate(way) if parent >= 0] for way in (tree.parents, broadcast)
+        ]
+        for way, pairs in zip((tree.parents, broadcast), edges, strict=True):
+            graph = networkx.Graph(pairs)
+            graph.add_nodes_from(range(spec.world_size))
+            assert networkx.is_tree(graph)
+            assert way.count(-1) == 1
+            assert not link_graph.symmetric or height(way) == networkx.radius(graph)
+        transfers = [*edges[0], *((parent, rank) for rank, parent in edges[1])]
+        loads += tree.weight * packing.rate * link_graph.loads(transfers)
+    assert not link_graph.symmetric or all(tree.broadcast is None for tree in packing.trees)
     assert sum(tree.weight for tree in packing.trees) == pytest.approx(1)
     assert max(loads / link_graph.capacities) == pytest.approx(1)
 
@@ -54,8 +61,28 @@ def test_packings_fit_span_and_come_near_the_best(spec: ClusterSpec) -> None:
         return
     packing = pack_trees(spec)
     check(spec, packing)
-    assert packing.rate >= 0.98 * mirrored_packing(LinkGraph(spec)).rate * (1 - 1e-6)
-    assert packing.rate <= synchronization_rate(spec) * (1 + 1e-5)
+    assert 0.98 * (1 - 1e-5) <= packing.rate / synchronization_rate(spec) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("shape", ["ring", "mesh", "star", "racks"])
+def test_pairs_of_trees_reach_the_bound_of_asymmetric_links(shape: str) -> None:
+    paired = 0
+    for seed in range(25):
+        random = Random(seed)
+        spec = asymmetric_cluster(shape, random.randint(3, 8), random)
+        packing = pack_trees(spec)
+        check(spec, packing)
+        assert 0.98 <= packing.rate / synchronization_rate(spec) < 1 + 1e-5
+        paired += any(tree.broadcast for tree in packing.trees)
+    assert paired
+
+
+def test_large_clusters_pack_single_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_module, "EXACT_RANKS", 4)
+    spec = asymmetric_cluster("mesh", 5, Random(0))
+    pack_trees.cache_clear()
+    assert all(tree.broadcast is None for tree in pack_trees(spec).trees)
+    pack_trees.cache_clear()
 
 
 @given(st.lists(RATES, min_size=2, max_size=8))

@@ -83,6 +83,12 @@ def test_shards_lie_on_the_ranks_that_reduce_them(context: Context) -> None:
     assert edges.weight == pytest.approx([0.5, 0.5], abs=1e-3)
 
 
+def test_the_depth_of_a_pair_of_trees_is_their_mean(context: Context) -> None:
+    pair = {"weight": 1.0, "parents": (-1, 0, 0), "broadcast": (-1, 0, 1)}
+    arrays = plan_arrays(context, plan_of(context.workload, 3, topology="packed", trees=(pair,)))
+    assert set(arrays.shards.depth) == {1.5}
+
+
 def test_many_messages_and_variables_are_merged_and_nothing_is_lost() -> None:
     variables = tuple(Variable(name=f"v{number}", shape=(100 + number,)) for number in range(200))
     many = Workload(name="many", variables=variables, forward_time=0.01, backward_time=0.02)

@@ -86,6 +86,18 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         plan_with(topology="packed", trees=[{"weight": 1, "parents": [-1, 0]}]),
         "groups[0].trees[0].parents: expected one for each of 4 ranks, got 2",
     ),
+    "cyclic broadcast tree": (
+        plan_with(topology="packed", trees=[{"weight": 1, "parents": [-1, 0, 0, 0], "broadcast": [-1, 2, 1, 0]}]),
+        "groups[0].trees[0].broadcast: the tree has a cycle",
+    ),
+    "broadcast tree with another root": (
+        plan_with(topology="packed", trees=[{"weight": 1, "parents": [-1, 0, 0, 0], "broadcast": [1, -1, 0, 0]}]),
+        "groups[0].trees[0]: broadcast: its root is rank 1; it must be rank 0, the root in parents",
+    ),
+    "broadcast tree for another world": (
+        plan_with(topology="packed", trees=[{"weight": 1, "parents": [-1, 0, 0, 0], "broadcast": [-1, 0]}]),
+        "groups[0].trees[0]: broadcast: expected 4 ranks as in parents, got 2",
+    ),
     "weightless tree": (
         plan_with(topology="packed", trees=[{"weight": 0, "parents": [-1, 0, 0, 0]}]),
         "groups[0].trees[0].weight: ",

@@ -13,7 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import plans
 
-from lightning_autosync.plan import Compressor, Consistency, Group, SyncPlan, builders, compile_plan, topologies
+from lightning_autosync.plan import (
+    Compressor,
+    Consistency,
+    Group,
+    SyncPlan,
+    Tree,
+    TreeTransfer,
+    WeightedTree,
+    builders,
+    compile_plan,
+    topologies,
+)
 from lightning_autosync.workload import Variable, Workload
 
 WORKLOAD = Workload(
@@ -67,6 +78,25 @@ def test_the_schema_is_written_to_a_file(tmp_path) -> None:
 
 def test_fingerprints_do_not_change_between_releases() -> None:
     assert builders.all_reduce(WORKLOAD, shared_nodes(4)).fingerprint == "2c707a06160c"
+    star, line = WeightedTree(weight=2, parents=(-1, 0, 0)), WeightedTree(weight=1, parents=(1, -1, 1))
+    group = Group(name="all", variables=("w",), topology="packed", trees=(star, line))
+    assert SyncPlan(world_size=3, groups=(group,)).fingerprint == "5a6f5a17309e"
+
+
+@pytest.mark.parametrize("root", [None, 2])
+def test_a_pair_of_trees_reduces_along_one_and_broadcasts_along_the_other(root: int | None) -> None:
+    pair = WeightedTree(weight=1, parents=(-1, 0, 1, 2), broadcast=(-1, 3, 1, 0))
+    served = {} if root is None else {"architecture": "parameter_server", "placement": (root,)}
+    workload = WORKLOAD.model_copy(update={"variables": WORKLOAD.variables[:1]})
+    plan = SyncPlan(
+        world_size=4,
+        groups=(Group(name="a", variables=("conv.weight",), topology="packed", trees=(pair,), **served),),
+    )
+    (transfer,) = compile_plan(plan, workload, shared_nodes(4)).messages[0].rounds[0].transfers
+    assert isinstance(transfer, TreeTransfer)
+    up, down = Tree(pair.parents), Tree(pair.broadcast or ())
+    assert (transfer.reduce, transfer.broadcast) == (up.rerooted(root or 0), down.rerooted(root or 0))
+    assert "1 tree pairs" in plan.describe()
 
 
 @pytest.mark.parametrize(

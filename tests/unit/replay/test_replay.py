@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
+from clusters import asymmetric_cluster
 from replay_cases import ELEMENTS, RATE, all_reduce, one_switch, price, schedule, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec, ring_time, synchronization_time
@@ -42,6 +45,14 @@ def test_optimal_plans_reach_the_bound(builder: str, cluster: str, detail: str) 
     spec = CLUSTERS[cluster]
     seconds = Replay(BIG, spec, IDEAL).predict(compiled(builder, BIG, spec), detail).step_time
     assert 0.999 < seconds / synchronization_time(spec, BIG.bytes) < 1.04
+
+
+@pytest.mark.parametrize(("detail", "most"), [("frames", 1.12), ("fluid", 1.06)])
+@pytest.mark.parametrize("shape", ["ring", "mesh", "star", "racks"])
+def test_pairs_of_trees_come_near_the_bound_of_asymmetric_links(shape: str, detail: str, most: float) -> None:
+    spec = asymmetric_cluster(shape, 5, Random(1))
+    seconds = Replay(BIG, spec, IDEAL).predict(compiled("packed_trees", BIG, spec), detail).step_time
+    assert 0.999 < seconds / synchronization_time(spec, BIG.bytes) < most
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
