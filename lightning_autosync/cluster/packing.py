@@ -168,19 +168,27 @@ class TreePacking:
 def pack_trees(spec: ClusterSpec) -> TreePacking:
     """A few shallow trees that reach at least 98% of the best packing's rate.
 
-    If links are asymmetric they are pairs of trees, but with more than `EXACT_RANKS` ranks always single trees.
+    They are pairs of trees only where single trees do not reach that rate, because links are asymmetric. With more than
+    `EXACT_RANKS` ranks they are always single trees.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
     link_graph = LinkGraph(spec)
-    capacities = link_graph.capacities
     if spec.world_size == 1:
         return TreePacking(math.inf, (PackedTree(1.0, (-1,)),))
-    packing = best_packing(link_graph) if spec.world_size <= EXACT_RANKS else mirrored_packing(link_graph)
-    weights = _shallow_weights(packing, capacities, spec.world_size)
-    rate, weights = _drop_small(weights, packing, capacities)
-    return TreePacking(rate, _root_trees(packing.columns, weights, spec.world_size))
+    single = _few_trees(mirrored_packing(link_graph), link_graph)
+    if link_graph.symmetric or spec.world_size > EXACT_RANKS:
+        return single
+    # Single trees come first, because there are fewer of them: probed links always differ a little by direction.
+    pairs = paired_packing(link_graph)
+    return single if single.rate >= _RATE_KEPT_IN_ALL * pairs.rate else _few_trees(pairs, link_graph)
+
+
+def _few_trees(packing: Packing[EdgeTree] | Packing[TreePair], link_graph: LinkGraph) -> TreePacking:
+    weights = _shallow_weights(packing, link_graph.capacities, link_graph.world_size)
+    rate, weights = _drop_small(weights, packing, link_graph.capacities)
+    return TreePacking(rate, _root_trees(packing.columns, weights, link_graph.world_size))
 
 
 def best_packing(link_graph: LinkGraph) -> Packing[EdgeTree] | Packing[TreePair]:
