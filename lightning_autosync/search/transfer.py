@@ -67,11 +67,13 @@ class TransferSettings(Configuration):
         studies: studies that train the simulator, and whose best points are measured again.
         datasets: datasets that train the simulator.
         simulator: directory of a fitted simulator; None keeps the search's own.
+        rates: file of rates that a hybrid run measured on hosts like these; None measures them.
     """
 
     studies: dict[str, StudySource] = Field(default_factory=dict)
     datasets: dict[str, DatasetSource] = Field(default_factory=dict)
     simulator: Text | None = None
+    rates: Text | None = None
 
     @classmethod
     def parse(cls, data: Any) -> TransferSettings:

@@ -128,7 +128,11 @@ def test_its_report_can_be_written_again(found: tuple[Path, str], here: Here) ->
     [
         (("model=vgg_like", "cluster=four_equal"), "parallel: hybrid needs a model with operators to split"),
         ((*MODEL, "cluster=shape.yaml"), "cluster 'shape': links[0].bandwidth: unknown"),
-        ((*MODEL, "cluster=four_equal", "parallel.rates=none.yaml"), "none.yaml: cannot be read"),
+        ((*MODEL, "cluster=four_equal", "transfer=rates", "transfer.rates=none.yaml"), "none.yaml: cannot be read"),
+        (
+            (*MODEL, "cluster=four_equal", "transfer=simulator", "transfer.simulator=fitted"),
+            "transfer: parallel=hybrid takes transfer=rates only",
+        ),
         (
             (*MODEL, "cluster=four_equal", "parallel.kind=data", "parallel.memory=1GB"),
             "parallel: memory: allowed with parallel=hybrid only",

@@ -136,7 +136,7 @@ class HybridTuningRun:
 
     def _rates(self, session: MeasurementSession) -> HybridRates:
         """The rates of the given file, those that this run saved earlier, or new measurements."""
-        path, given = self._directory / RATES, self._settings.parallel.rates
+        path, given = self._directory / RATES, self._settings.parallel.rates or self._settings.transfer.rates
         if given is not None or path.exists():
             return HybridRates.load(given or path)
         rates = calibrate(session, self._job.cluster)

@@ -120,14 +120,29 @@ class TuningSettings(bench.BenchSettings):
         """Whether the model's times are known. Other models are profiled."""
         return self.model.kind in PACED
 
+    @property
+    def _teaches_sampler(self) -> bool:
+        """Whether the sampler learns from earlier runs. Rates are for the search of hybrid plans."""
+        return self.transfer.model_copy(update={"rates": None}) != _NONE
+
     @model_validator(mode="after")
     def _check_sampler(self) -> TuningSettings:
         """Refuse sources that the sampler does not use."""
         name = self.search.sampler
         if name != "autosync":
-            for field, unused in (("simulator", self.simulator.kind != "replay"), ("transfer", self.transfer != _NONE)):
+            for field, unused in (("simulator", self.simulator.kind != "replay"), ("transfer", self._teaches_sampler)):
                 if unused:
                     raise ValueError(f"{field}: allowed with sampler 'autosync' only, not '{name}'")
+        return self
+
+    @model_validator(mode="after")
+    def _check_transfer(self) -> TuningSettings:
+        """Refuse sources that this kind of run does not use."""
+        hybrid = self.parallel.kind == "hybrid"
+        if hybrid and self._teaches_sampler:
+            raise ValueError("transfer: parallel=hybrid takes transfer=rates only")
+        if not hybrid and self.transfer.rates is not None:
+            raise ValueError("transfer.rates: allowed with parallel=hybrid only")
         return self
 
     @model_validator(mode="after")

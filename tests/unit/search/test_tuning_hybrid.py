@@ -11,7 +11,7 @@ from priced_session import PricedSession
 from tuning_world import configuration
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import PlanError, TuningError
+from lightning_autosync.errors import DocumentError, PlanError, TuningError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.measure import replica_calls
@@ -28,12 +28,13 @@ from lightning_autosync.search.tuning.settings import TuningSettings
 CLUSTER = ClusterSpec.uniform(2, 1, "10 Mbit/s", name="slow")
 
 
-def hybrid_run(memory: float | None, directory: Path) -> HybridTuningRun:
+def hybrid_run(memory: float | None, directory: Path, **groups: Any) -> HybridTuningRun:
     given = {
         **configuration(),
         "model": {"kind": "perceptron", "widths": [512, 16, 512, 16], "batch": 4},
         "cluster": CLUSTER.to_dict(),
-        "parallel": {"kind": "hybrid", "memory": memory, "trials": 4},
+        **groups,
+        "parallel": {"kind": "hybrid", "memory": memory, "trials": 4, **groups.get("parallel", {})},
     }
     return HybridTuningRun(TuningSettings.parse(given), directory)
 
@@ -103,3 +104,17 @@ def test_a_split_model_with_other_gradients_never_wins() -> None:
                 judged(result, {"split": plan}, ["ddp"])
         else:
             assert judged(result, {"split": plan}, ["ddp"])["winner"] == "split"
+
+
+@pytest.mark.parametrize("where", ["parallel", "transfer"])
+def test_rates_of_an_earlier_run_are_taken(tmp_path: Path, where: str) -> None:
+    HybridRates(layer=0.125).save(tmp_path / "earlier.yaml")
+    run = hybrid_run(None, tmp_path / "run", **{where: {"rates": str(tmp_path / "earlier.yaml")}})
+    unused: Any = None
+    assert run._rates(unused).layer == 0.125
+
+
+def test_rates_are_of_use_to_hybrid_runs_only() -> None:
+    given = {**configuration(), "transfer": {"rates": "rates.yaml"}}
+    with pytest.raises(DocumentError, match=r"transfer\.rates: allowed with parallel=hybrid only"):
+        TuningSettings.parse(given)
