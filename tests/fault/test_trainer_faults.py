@@ -70,8 +70,8 @@ def test_a_rank_that_is_started_again_takes_up_where_the_others_are(tmp_path: Pa
     check_end(found, 3)
     assert [seen["came back"] for seen in found] == [False, False, True]
     back = found[VICTIM]
-    # It had its schedule from the others, and took no part in the epoch before.
-    assert 0 < len(back["rates"]) < EPOCHS
+    # It had its schedule from the others. It may be back before the epoch ends in which it was lost.
+    assert 0 < len(back["rates"]) <= EPOCHS
     assert back["rates"] == found[0]["rates"][EPOCHS - len(back["rates"]) :]
     if plan == "periodic":  # each has 20 batches an epoch, and who comes late makes no more steps than the others
         assert back["steps"] == 20 * EPOCHS
