@@ -42,10 +42,20 @@ def watch(store: dist.Store, rank: int, size: int, rejoin: bool, peer: int, seco
         mesh.receive("nothing", sender=peer, timeout=seconds)
     except (PeerLost, MeshTimeout) as error:
         ended = time.time()
-        # Long enough that all have seen it.
-        time.sleep(1.0)
-        return {"error": type(error).__name__, "why": str(error), "at": ended, "live": sorted(mesh.live)}
+        # A rank that ended earlier would be missing among those that live.
+        _meet(store, "saw the loss", size - 1, seconds)
+        live = sorted(mesh.live)
+        _meet(store, "read who lives", size - 1, seconds)
+        return {"error": type(error).__name__, "why": str(error), "at": ended, "live": live}
     raise AssertionError("unreachable")
+
+
+def _meet(store: dist.Store, what: str, count: int, seconds: float) -> None:
+    """Wait until ``count`` ranks came here, but no longer than ``seconds``."""
+    store.add(what, 1)
+    deadline = time.monotonic() + seconds
+    while store.add(what, 0) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def chatter(store: dist.Store, rank: int, size: int, rejoin: bool, messages: int, floats: int) -> dict[str, Any]:
