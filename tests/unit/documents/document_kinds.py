@@ -30,6 +30,7 @@ from hydra_plugins.autosync import _study as sweeps
 from hydra_plugins.autosync._space import read_space as sweep_space
 from lightning_autosync.cli import predict as predicting
 from lightning_autosync.cli.arguments import prepared
+from lightning_autosync.cli.cache import describe_tuned
 from lightning_autosync.cli.report import report
 from lightning_autosync.cli.validate import hosts_of
 from lightning_autosync.cluster import ClusterSpec, configuration_directory, read_resource_spec, resolve_cluster
@@ -561,7 +562,7 @@ def _make_tuned_plan(folder: Path) -> list[str]:
 
 
 def _read_tuned_plan(folder: Path) -> Use:
-    """As a job does, except that a fault is raised."""
+    """As a job and ``autosync cache`` do, except that a fault is raised."""
     cache = TuningCache(folder)
     (found,) = cache.entries()
     if found.entry is None:
@@ -570,6 +571,7 @@ def _read_tuned_plan(folder: Path) -> Use:
 
     def use() -> None:
         nearest(tuned(bucket_bytes=7).key, CLUSTER, [entry])
+        describe_tuned(entry)
         compile_plan(entry.plan, entry.key.workload, entry.cluster)
 
     return use
