@@ -16,6 +16,7 @@ from lightning_autosync.errors import AutoSyncError, UnwritableError
 
 VERBS = {
     "bench": "measure contenders side by side on this machine",
+    "cache": "list, show or clear the plans that jobs have tuned themselves",
     "collect": "measure drawn plans, for simulators to learn from",
     "converge": "compare methods by the metric they reach, and how soon",
     "fit": "train simulators on measured plans and compare them",
@@ -79,7 +80,7 @@ def usage() -> str:
 
 def run_verb(verb: str) -> None:
     """Compose the verb's configuration and call its function: once, or for every combination of a sweep."""
-    from lightning_autosync.cli.arguments import prepared, refuse_passwords, with_override, with_todays_keys
+    from lightning_autosync.cli.arguments import prepared, refuse_passwords, with_names, with_override, with_todays_keys
     from lightning_autosync.cli.configuration import check_overrides, help_text
 
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -92,7 +93,7 @@ def run_verb(verb: str) -> None:
 
             sys.argv[1:] = hide_passwords(sys.argv[1:])
         refuse_passwords(sys.argv[1:])
-        sys.argv[1:] = prepared(with_todays_keys(verb, sys.argv[1:]), Path(folder))
+        sys.argv[1:] = prepared(with_todays_keys(verb, with_names(verb, sys.argv[1:])), Path(folder))
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:
             sys.argv[1:] = with_override(sys.argv[1:], f"hydra.launcher.program=[-m,lightning_autosync.cli,{verb}]")

@@ -27,6 +27,8 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
 }
 """By verb, keys that were renamed since an earlier release. Files may use old names, since the configuration classes
 accept them (`Configuration.RENAMED`). But Hydra rejects old names on the command line, so they are replaced there."""
+WORDS: Mapping[str, tuple[str, ...]] = {"cache": ("action", "key")}
+"""By verb, the keys whose values may be given as words without their names, in this order."""
 _FILES = (".yaml", ".yml", ".json")
 _DIRECTORY = ("--config-dir", "-cd")
 _SEARCH_PATH = "hydra.searchpath"
@@ -49,6 +51,30 @@ def _with_todays_key(verb: str, argument: str) -> str:
         return argument
     print(f"autosync {verb}: {name} is now called {new}; a later release will drop the old name", file=sys.stderr)
     return f"{key.removesuffix(name)}{new}{equals}{value}"
+
+
+def with_names(verb: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments with words turned into ``KEY='WORD'`` for the verb's `WORDS`; words after an option are its own.
+
+    Values of these keys are quoted, because Hydra would read a fingerprint such as ``12e4`` as a number.
+
+    Raises:
+        DocumentError: there are more words than keys.
+    """
+    names = WORDS.get(verb, ())
+    if not names:
+        return list(arguments)
+    made, waiting = [], list(names)
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        key, equals, value = word.partition("=")
+        if key in names and equals:
+            word = f"{key}={_quoted(value.strip(chr(39)))}"
+        elif word[:1] not in "-+~" and not equals and before[:1] != "-":
+            if not waiting:
+                raise DocumentError(f"'{word}': too many words; allowed: {' '.join(names).upper()}, then key=value")
+            word = f"{waiting.pop(0)}={_quoted(word)}"
+        made.append(word)
+    return made
 
 
 def prepared(arguments: Sequence[str], folder: Path) -> list[str]:

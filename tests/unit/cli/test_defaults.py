@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from lightning_autosync.cli.application import VERBS
+from lightning_autosync.cli.cache import CacheSettings
 from lightning_autosync.cli.predict import PredictSettings
 from lightning_autosync.cli.report import ReportSettings
 from lightning_autosync.cluster import configuration_directory
@@ -24,6 +25,7 @@ from lightning_autosync.training.settings import TrainingSettings
 
 SETTINGS: dict[str, type[BaseModel]] = {
     "bench": BenchSettings,
+    "cache": CacheSettings,
     "collect": CollectionSettings,
     "converge": ConvergenceSettings,
     "fit": FitSettings,

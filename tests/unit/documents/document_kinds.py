@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pyarrow import parquet
+from tuned_plans import tuned
 from tuning_runs import write_run
 from tuning_world import World
 
@@ -29,10 +30,12 @@ from hydra_plugins.autosync import _study as sweeps
 from hydra_plugins.autosync._space import read_space as sweep_space
 from lightning_autosync.cli import predict as predicting
 from lightning_autosync.cli.arguments import prepared
+from lightning_autosync.cli.cache import describe_tuned
 from lightning_autosync.cli.report import report
 from lightning_autosync.cli.validate import hosts_of
 from lightning_autosync.cluster import ClusterSpec, configuration_directory, read_resource_spec, resolve_cluster
 from lightning_autosync.documents import RESULT, Result, append_lines, checked, write_text
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.mesh import Links, near_order
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.pricing import Pricing
@@ -75,6 +78,8 @@ from lightning_autosync.report.timeline import TIMELINES, load_timelines, save_t
 from lightning_autosync.search import studies
 from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, read_hybrid_result
+from lightning_autosync.search.memory import TunedPlan, TuningCache
+from lightning_autosync.search.memory.nearness import nearest
 from lightning_autosync.search.studies import check
 from lightning_autosync.search.transfer import TransferSettings, best_points, load_transfer
 from lightning_autosync.search.tuning.records import drift_of, ranked
@@ -551,6 +556,27 @@ def _read_rates(folder: Path) -> None:
     load_rates(str(folder / "result.json"), _convergence())
 
 
+def _make_tuned_plan(folder: Path) -> list[str]:
+    TuningCache(folder).store(tuned())
+    return [path.name for path in folder.iterdir()]
+
+
+def _read_tuned_plan(folder: Path) -> Use:
+    """As a job and ``autosync cache`` do, except that a fault is raised."""
+    cache = TuningCache(folder)
+    (found,) = cache.entries()
+    if found.entry is None:
+        raise DocumentError(found.fault)
+    entry: TunedPlan = found.entry
+
+    def use() -> None:
+        nearest(tuned(bucket_bytes=7).key, CLUSTER, [entry])
+        describe_tuned(entry)
+        compile_plan(entry.plan, entry.key.workload, entry.cluster)
+
+    return use
+
+
 def _make_rehearsal(folder: Path) -> list[str]:
     for seed in range(2):
         run = RehearsalRun(
@@ -827,6 +853,11 @@ KINDS: dict[str, Kind] = {
     ),
     "tuning run": Kind(_make_run, _read_run, ("search.tuning.result", "search.tuning.comparison")),
     "tuning run, report": Kind(_make_run, _read_report, ("report.page",), share=0.1),
+    "tuned plan": Kind(
+        _make_tuned_plan,
+        _read_tuned_plan,
+        ("search.memory.key", "search.memory.entry", "search.memory.cache"),
+    ),
     "timelines": Kind(_make_timelines, _read_timelines, ("report.timeline",)),
     "rates": Kind(_make_rates, _read_rates, ("lab.convergence.result",)),
     "runs of a rehearsal": Kind(_make_rehearsal, _read_rehearsal, ("run_files", "lab.rehearsal.contest")),
