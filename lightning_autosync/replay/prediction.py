@@ -77,6 +77,7 @@ class Prediction:
         demand: [messages, channels] seconds for which each message keeps each channel busy. Channels are the directions
             of the links as in :attr:`~lightning_autosync.cluster.LinkGraph.channels`, the host of each rank, and the
             shared cores, if any.
+        frames: number of frames that all ranks send in a step.
     """
 
     step_time: float
@@ -86,3 +87,4 @@ class Prediction:
     cores: float | None
     critical_path: tuple[Span, ...]
     demand: NDArray[numpy.float64] = field(repr=False, compare=False)
+    frames: int = 0

@@ -90,9 +90,8 @@ class Replay:
         if detail not in get_args(Detail):
             raise ValueError(f"detail: {detail!r} is not known; allowed: {', '.join(get_args(Detail))}")
         step = self._prepare(schedule)
-        in_frames = detail == "frames" or (
-            detail == "auto" and count_frames(step.stages, self._network.ranks) <= FRAMES_LIMIT
-        )
+        frames = count_frames(step.stages, self._network.ranks)
+        in_frames = detail == "frames" or (detail == "auto" and frames <= FRAMES_LIMIT)
         tokens = self._network.burst.copy()
         # A step starts with the tokens that the step before left. Repeat it until the tokens are in a steady state.
         for _ in range(_STEPS):
@@ -106,7 +105,7 @@ class Replay:
             if abs(tokens - before).sum() <= _STEADY * self._network.burst.sum():
                 break
         passed = step.loads.work.sum(axis=0) - (before - tokens)
-        return self._prediction(step, times, spans, synchronized, step_time, passed)
+        return self._prediction(step, times, spans, synchronized, step_time, passed, frames)
 
     def _prepare(self, schedule: Schedule) -> _Step:
         if self._network.ranks == 1:
@@ -172,6 +171,7 @@ class Replay:
         synchronized: float,
         step_time: float,
         passed: Floats,
+        frames: int,
     ) -> Prediction:
         """The prediction of a step; ``passed`` [channels] is each channel's load without the tokens it used up."""
         network = self._network
@@ -199,6 +199,7 @@ class Replay:
                 step.schedule, step.stages, step.order, times, step.slowest, synchronized, step_time, names
             ),
             demand=demand,
+            frames=frames,
         )
 
 

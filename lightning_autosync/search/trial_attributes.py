@@ -13,6 +13,7 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.measure.drift import DriftObservation
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, Genome, PlanSpace
+from lightning_autosync.search.population import BUILT
 from lightning_autosync.search.storages import StudyError
 
 ORIGIN, PREDICTED, STEPS, PLAN = "autosync:origin", "autosync:predicted", "autosync:steps", "autosync:plan"
@@ -29,8 +30,8 @@ RUN, BATCH, REFERENCE, PRICE = "autosync:run", "autosync:batch", "autosync:refer
 plan measured with that batch, and seconds of the trial's plan predicted by the replay."""
 SECONDS, ELAPSED, OWNER = "autosync:seconds", "autosync:elapsed", "autosync:owner"
 """Median seconds of a step, total seconds of the trial, and the process that owns it."""
-BASELINE, BUILT = "baseline", "builder"
-"""Origins of points that represent a builder's plan: enqueued first, or proposed by a sampler."""
+BASELINE = "baseline"
+"""Origin of points that represent a builder's plan and were enqueued first; a sampler's have the origin `BUILT`."""
 _TYPES: dict[str, Any] = {
     **dict.fromkeys((ORIGIN, PLAN, REFINED, ERROR, RUN), str),
     **dict.fromkeys((PREDICTED, REFERENCE, PRICE), PositiveDuration),

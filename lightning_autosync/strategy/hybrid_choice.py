@@ -11,7 +11,8 @@ from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import BACKWARD, SYNCHRONIZATION
 from lightning_autosync.hybrid.search import Candidate, Found, search
-from lightning_autosync.strategy.choice import LEAST_GAIN, shards_time
+from lightning_autosync.plan.builders.default import shards_time
+from lightning_autosync.strategy.choice import LEAST_GAIN
 from lightning_autosync.strategy.first_batch import FirstBatch
 
 ASSUMED_BANDWIDTH = "1 Gbit/s"

@@ -7,7 +7,8 @@ from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_time
 from lightning_autosync.plan import builders
-from lightning_autosync.strategy.choice import choose_plan, shards_time
+from lightning_autosync.plan.builders.default import shards_time
+from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.resolution import large_tables, resolve
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload import Variable, Workload, describe

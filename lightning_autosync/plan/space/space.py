@@ -151,7 +151,7 @@ class PlanSpace:
         self.runs = runs
         self.lone = lone
         self.blocks = make_blocks(workload, runs, lone)
-        self._known = {block.name: block_domains(block, cluster, semantics) for block in self.blocks}
+        self._known = {block.name: self._domains_of(block) for block in self.blocks}
         self._recorded = dict(recorded) if recorded is not None else None
         self._domains = self._known if self._recorded is None else self._of_record(self._recorded)
         self._composer = Composer(cluster)
@@ -292,6 +292,10 @@ class PlanSpace:
             for value in self.usable[name]:
                 if value != base[name]:
                     yield self.normal(base | {name: value})
+
+    def _domains_of(self, block: Block) -> dict[str, Domain]:
+        """The domains of a block's aspects; an aspect without one has its default."""
+        return block_domains(block, self.cluster, self.semantics)
 
     def _of_record(self, recorded: Mapping[str, Domain]) -> dict[str, dict[str, Domain]]:
         """The recorded domains by block and aspect."""

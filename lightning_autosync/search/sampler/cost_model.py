@@ -15,9 +15,9 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.learned import Estimator
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan import SyncPlan, signature
+from lightning_autosync.search.features import Floats, PlanFeatures
+from lightning_autosync.search.population import Candidate
 from lightning_autosync.search.sampler.error_model import ErrorModel
-from lightning_autosync.search.sampler.features import Floats, PlanFeatures
-from lightning_autosync.search.sampler.population import Candidate
 from lightning_autosync.workload import Workload
 
 FOLDS = 3

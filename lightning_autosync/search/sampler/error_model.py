@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 from scipy.linalg import cho_solve, cholesky, solve_triangular
 
-from lightning_autosync.search.sampler.features import POOLED, Floats, squared_distance
+from lightning_autosync.search.features import POOLED, Floats, squared_distance
 
 _OFFSET = 3.0
 """Standard deviation of the error that all plans of one workload and cluster share, on the log scale."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.measure.drift import DriftCorrection, run_with_turns
 from lightning_autosync.plan.space import PlanSpace, Value
+from lightning_autosync.search.population import Choice, Point
 from lightning_autosync.search.trial_attributes import (
     REFINED,
     RUN,
@@ -24,20 +24,6 @@ from lightning_autosync.search.trial_attributes import (
 CHOICE = "autosync:choice"
 """System attribute of a trial: the point chosen for it. Other processes can read it before the parameters are set."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-
-Point = dict[str, Value]
-
-
-class Choice(NamedTuple):
-    """What a trial measures.
-
-    Attributes:
-        point: point of the space.
-        refined: document of a plan that refines the point, as JSON text; None for the point's own plan.
-    """
-
-    point: Point
-    refined: str | None = None
 
 
 @dataclass

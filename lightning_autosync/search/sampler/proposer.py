@@ -19,10 +19,10 @@ from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.replay import Constants
+from lightning_autosync.search.features import Floats, similarity
+from lightning_autosync.search.population import Candidate, Population
 from lightning_autosync.search.sampler.cost_model import CostEstimate, CostModel, CrossFit
-from lightning_autosync.search.sampler.features import Floats, similarity
 from lightning_autosync.search.sampler.observations import Choice, Observations
-from lightning_autosync.search.sampler.population import Candidate, Population
 from lightning_autosync.search.studies import samples_of
 from lightning_autosync.search.transfer import best_points
 

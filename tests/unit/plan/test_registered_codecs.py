@@ -20,7 +20,7 @@ from lightning_autosync.plan import AllToAll, Compressor, SyncPlan, builders, co
 from lightning_autosync.plan.codecs import CodecFormat
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Replay
-from lightning_autosync.search.sampler.features import PlanFeatures
+from lightning_autosync.search.features import PlanFeatures
 from lightning_autosync.workload import Variable, Workload
 
 WORKLOAD = Workload(name="layers", variables=tuple(Variable(name=f"layer{i}", shape=(64, 64)) for i in range(4)))

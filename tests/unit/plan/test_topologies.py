@@ -14,7 +14,7 @@ from lightning_autosync.learned.plan_arrays import MODES
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, topologies
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.report.figures.plan import method_of
-from lightning_autosync.search.sampler.features import PlanFeatures
+from lightning_autosync.search.features import PlanFeatures
 from lightning_autosync.workload import Variable, Workload
 
 WORKLOAD = Workload(name="layers", variables=tuple(Variable(name=f"layer{i}", shape=(64, 64)) for i in range(4)))

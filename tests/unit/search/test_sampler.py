@@ -28,12 +28,12 @@ from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.search import storages, studies
 from lightning_autosync.search import trial_attributes as attrs
+from lightning_autosync.search.features import PlanFeatures, similarity
+from lightning_autosync.search.population import Candidate, Population
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.sampler.cost_model import CostEstimate, CostModel, CrossFit
 from lightning_autosync.search.sampler.error_model import ErrorModel
-from lightning_autosync.search.sampler.features import PlanFeatures, similarity
 from lightning_autosync.search.sampler.observations import CHOICE, Choice, Observations, decode, encode, point_of
-from lightning_autosync.search.sampler.population import Candidate, Population
 from lightning_autosync.search.sampler.proposer import pick
 from lightning_autosync.workload import Variable, Workload
 

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from random import Random
+from typing import NamedTuple
 
 import numpy
 
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import parse_json
+from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import Genome, PlanSpace, Refinement, Value
-from lightning_autosync.replay import Constants, Replay
-from lightning_autosync.search.sampler.features import Floats, PlanFeatures
-from lightning_autosync.search.sampler.observations import Choice
-from lightning_autosync.search.trial_attributes import BUILT, refined_plan
+from lightning_autosync.replay import Constants, Prediction, Replay
+from lightning_autosync.replay.replay import FRAMES_LIMIT, Detail
+from lightning_autosync.search.features import Floats, PlanFeatures
 
 Score = Callable[[Sequence["Candidate"]], Floats]
 """Maps n candidates to [n] numbers, lower for better candidates, such as logarithms of estimated seconds."""
+BUILT = "builder"
+"""Origin of candidates that are a builder's plan."""
 _MAX_NEIGHBOURS = 200
+
+Point = dict[str, Value]
+
+
+class Choice(NamedTuple):
+    """What a trial measures.
+
+    Attributes:
+        point: point of the space.
+        refined: document of a plan that refines the point, as JSON text; None for the point's own plan.
+    """
+
+    point: Point
+    refined: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +53,7 @@ class Candidate:
         features: [features] feature vector of the plan.
         rough: logarithm of a step's seconds by a fluid replay, in which messages flow as a whole; 0 if the rates of the
             links are unknown.
+        is_precise: whether ``rough`` is the replay's best estimate, because its step has too many frames to simulate.
         refined: whether the plan refines the point instead of being the point's own plan.
     """
 
@@ -44,6 +63,7 @@ class Candidate:
     signature: str
     features: Floats
     rough: float
+    is_precise: bool = False
     refined: bool = False
 
 
@@ -54,13 +74,24 @@ class Population:
         space: space of the points.
         constants: constants of the hosts, for the replay.
         size: number of points to price before the first proposal; half of them are the first generation.
+        two_level_collectives: as for `compile_plan`.
+        stop: function that is asked before each new candidate; once it says True, `start`, `grow` and `refine` return.
+            None lets them finish.
     """
 
-    def __init__(self, space: PlanSpace, constants: Constants, size: int) -> None:
+    def __init__(
+        self,
+        space: PlanSpace,
+        constants: Constants,
+        size: int,
+        two_level_collectives: bool = False,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
         self.space = space
         self.candidates: dict[str, Candidate] = {}
         self._size = size
-        self._names = tuple(space.parameters)
+        self._two_level_collectives = two_level_collectives
+        self._should_stop = stop
         self._by_point: dict[tuple[Value, ...], Candidate | None] = {}
         self._by_document: dict[str, Candidate | None] = {}
         self._expanded: set[str] = set()
@@ -68,13 +99,20 @@ class Population:
         self._features = PlanFeatures(space.workload)
         self._refinement = Refinement(space.workload, space.cluster)
 
+    def _is_stopped(self) -> bool:
+        return self._should_stop is not None and self._should_stop()
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(self.space.parameters)
+
     def of(self, choice: Choice) -> Candidate | None:
         """The candidate of a trial's choice; None if its plan does not compile."""
         if choice.refined is None:
             return self.add(choice.point, "measured")
         if choice.refined not in self._by_document:
             try:
-                plan = refined_plan(choice.refined)
+                plan = SyncPlan.from_dict(parse_json(choice.refined, "refined", PlanError), "refined")
             except DocumentError:
                 self._by_document[choice.refined] = None
             else:
@@ -89,6 +127,10 @@ class Population:
             self._by_point[key] = self._add_point(point, origin)
         return self._by_point[key]
 
+    def add_plan(self, plan: SyncPlan, origin: str) -> Candidate | None:
+        """The candidate of any plan, which cannot be a parent; None if it does not compile."""
+        return self._add_refined({}, plan, origin)
+
     def _add_point(self, point: dict[str, Value], origin: str) -> Candidate | None:
         try:
             made = self._priced(point, origin, self.space.plan(point))
@@ -101,43 +143,59 @@ class Population:
         self.candidates[made.signature] = made
         return made
 
-    def _add_refined(self, point: Mapping[str, Value], plan: SyncPlan) -> Candidate | None:
+    def _add_refined(self, point: Mapping[str, Value], plan: SyncPlan, origin: str = "refined") -> Candidate | None:
         """The candidate of a plan that refines a point, or an existing candidate with the same signature."""
         name = signature(plan)
         if name not in self.candidates:
             try:
-                self.candidates[name] = replace(self._priced(point, "refined", plan), refined=True)
+                self.candidates[name] = replace(self._priced(point, origin, plan), refined=True)
             except DocumentError:
                 return None
         return self.candidates[name]
 
     def _priced(self, point: Mapping[str, Value], origin: str, plan: SyncPlan) -> Candidate:
-        schedule = compile_plan(plan, self.space.workload, self.space.cluster)
-        rough = math.log(self._replay.predict(schedule, "fluid").step_time) if self._replay else 0.0
-        return Candidate(point, origin, plan, signature(plan), self._features(plan), rough)
+        prediction = self._predict(plan, "fluid")
+        rough = 0.0 if prediction is None else math.log(prediction.step_time)
+        is_precise = prediction is None or prediction.frames > FRAMES_LIMIT
+        return Candidate(point, origin, plan, signature(plan), self._features(plan), rough, is_precise)
+
+    def precise(self, candidate: Candidate) -> float:
+        """Logarithm of a step's seconds by the replay, frame by frame if there are few."""
+        prediction = None if candidate.is_precise else self._predict(candidate.plan, "auto")
+        return candidate.rough if prediction is None else math.log(prediction.step_time)
+
+    def _predict(self, plan: SyncPlan, detail: Detail) -> Prediction | None:
+        """The prediction for a plan that compiles; None if the rates of the links are unknown."""
+        two_levels = self._two_level_collectives
+        schedule = compile_plan(plan, self.space.workload, self.space.cluster, two_level_collectives=two_levels)
+        return self._replay.predict(schedule, detail) if self._replay else None
 
     def start(self, rng: Random, seeds: Iterable[Genome] = ()) -> None:
         """The first generation: transferred ``seeds``, builders, points that treat all blocks alike, random points."""
-        for genome in seeds:
-            self.add(genome, "transferred")
-        for genome in self.space.baselines():
-            self.add(genome, BUILT)
+        for genome, origin in self._first(rng, seeds):
+            if self._is_stopped():
+                return
+            self.add(genome, origin)
+
+    def _first(self, rng: Random, seeds: Iterable[Genome]) -> Iterator[tuple[Genome, str]]:
+        """The points of the first generation, each with its origin."""
+        yield from ((genome, "transferred") for genome in seeds)
+        yield from ((genome, BUILT) for genome in self.space.baselines())
         coherent = list(self.space.coherent())
-        for genome in rng.sample(coherent, min(len(coherent), self._size // 4)):
-            self.add(genome, "coherent")
-        for _ in range(self._size // 4):
-            self.add(self.space.draw(rng), "drawn")
+        sample = rng.sample(coherent, min(len(coherent), self._size // 4))
+        yield from ((genome, "coherent") for genome in sample)
+        yield from ((self.space.draw(rng), "drawn") for _ in range(self._size // 4))
 
     def grow(self, count: int, score: Score, rng: Random) -> None:
         """Price up to ``count`` new points: half of them neighbours, the others children of the best points."""
         target = len(self._by_point) + count
         half = len(self._by_point) + count // 2
         for _ in range(count):
-            if len(self._by_point) >= half or not self._expand(score, half):
+            if len(self._by_point) >= half or self._is_stopped() or not self._expand(score, half):
                 break
         parents = self.best(score, max(8, self._size // 20), refined=False)
         for _ in range(3 * count):
-            if len(self._by_point) >= target or not parents:
+            if len(self._by_point) >= target or not parents or self._is_stopped():
                 return
             self.add(self._child(parents, rng), "evolved")
 
@@ -145,6 +203,8 @@ class Population:
         """Price up to ``count`` refinements of good plans; better plans are refined more often."""
         best = self.best(score, max(8, self._size // 20))
         for _ in range(count if best else 0):
+            if self._is_stopped():
+                return
             parent = _good_one(best, rng)
             plan = self._refinement.draw(parent.plan, rng)
             if plan is not None:
@@ -172,7 +232,7 @@ class Population:
         self._expanded.add(best.signature)
         for genome in islice(self.space.neighbours(best.genome), _MAX_NEIGHBOURS):
             self.add(genome, "neighbour")
-            if len(self._by_point) >= until:
+            if len(self._by_point) >= until or self._is_stopped():
                 self._expanded.discard(best.signature)
                 break
         return True

@@ -1,0 +1,318 @@
+"""`rank_plans`: the plans that the replay predicts to be the fastest, found within a given time and without a trial."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from random import Random
+from statistics import median
+from typing import Any
+
+import numpy
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
+from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method, native_sizes, serve_rows
+from lightning_autosync.plan.space import Block, Domain, Genome, PlanSpace
+from lightning_autosync.plan.space.domains import JOIN
+from lightning_autosync.plan.topologies import method as find_method
+from lightning_autosync.replay import Constants
+from lightning_autosync.search.features import Floats, squared_distance
+from lightning_autosync.search.population import Candidate, Population
+from lightning_autosync.workload import Workload
+
+SEARCHED = "search"
+"""Origin of plans that are no builder's."""
+_POPULATION = 96
+_GROWN, _REFINED = 24, 12
+"""New points and refinements of a generation."""
+_SIMULATED = 4
+"""Candidates of a generation whose frames are simulated."""
+_LEAST_GENERATIONS = 6
+"""Generations before a search may end early."""
+_GAIN = 0.005
+"""A search ends early if it has improved by less than this share in the last third of its generations."""
+_DISTANCE = 0.1
+"""Squared distance of the features from which two plans count as different."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class PredictedPlan:
+    """A plan with its prediction.
+
+    Attributes:
+        plan: the plan.
+        seconds: predicted seconds of a step; NaN if the rates of the links are unknown.
+        origin: name of the plan's builder, or ``search``.
+    """
+
+    plan: SyncPlan
+    seconds: float
+    origin: str
+
+
+def rank_plans(
+    workload: Workload,
+    cluster: ClusterSpec,
+    *,
+    constants: Constants | None = None,
+    seconds: float = 10.0,
+    keep: int = 8,
+    bucket_bytes: int | None = None,
+    compression: bool = False,
+    exclude: Collection[str] = (),
+    native_only: bool = False,
+    seed: int = 0,
+    clock: Clock = time.monotonic,
+) -> list[PredictedPlan]:
+    """The plans that are predicted to be the fastest, fastest first, each different from the others.
+
+    They always include DDP's plan, the default's native all-reduce, and the fastest plan of a builder, even if these
+    resemble faster plans. Where nothing can be chosen (one rank) or predicted (unknown rates of links), DDP's plan is
+    the only one. Row-wise variables never take the backend's exchange of rows; see `serve_rows`.
+
+    The search ends early once it stops improving. It runs longer than ``seconds`` by at most the pricing of one plan,
+    or by the first three plans if these alone take longer. The result is the same in every process for equal arguments,
+    unless the clock ends the search.
+
+    Args:
+        workload: the variables and the times of a step.
+        cluster: the cluster on which they are synchronized.
+        constants: constants of the hosts; None takes the defaults.
+        seconds: most seconds of the search.
+        keep: most plans; the plans that are always included may exceed it.
+        bucket_bytes: bytes of a fused message; None leaves sizes to builders and search.
+        compression: whether compressed plans may be proposed.
+        exclude: topologies that no message may use, such as ``shared_memory`` if the ranks cannot share memory.
+        native_only: whether dense messages may use only the backend's collectives, two-level ones included, as on GPUs.
+        seed: seed of all random draws.
+        clock: gives seconds.
+
+    Raises:
+        PlanError: ``exclude`` contains ``native``.
+    """
+    if "native" in exclude:
+        raise PlanError("exclude: 'native' cannot be excluded")
+    budget = _Budget(clock, seconds)
+    semantics: Semantics = "compressed" if compression else "exact"
+    space = _SelectionSpace(workload, cluster, semantics, exclude, native_only, bucket_bytes)
+    population = Population(space, constants or Constants(), _POPULATION, native_only, budget.is_spent)
+    selection = _Selection(space, population, budget, keep, Random(seed))
+    selection.add_defaults()
+    if cluster.world_size > 1 and cluster.measured:
+        selection.search(refine=bucket_bytes is None)
+    return selection.result()
+
+
+class _Budget:
+    """The time of a search."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._end = self._last + seconds
+
+    def is_spent(self) -> bool:
+        """Whether as much work as since the last call would exceed the time."""
+        last, self._last = self._last, self._clock()
+        return 2 * self._last - last >= self._end
+
+
+class _SelectionSpace(PlanSpace):
+    """The composed plans that a job may use.
+
+    Args:
+        workload, cluster, semantics: as for `PlanSpace`.
+        exclude, native_only, bucket_bytes: as for `rank_plans`.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: ClusterSpec,
+        semantics: Semantics,
+        exclude: Collection[str],
+        native_only: bool,
+        bucket_bytes: int | None,
+    ) -> None:
+        self._exclude = exclude
+        self._native_only = native_only
+        self._bucket_bytes = bucket_bytes
+        # Two-level collectives need equal places, and sums that the backend can make.
+        even = len({len(ranks) for ranks in cluster.localities()}) == 1
+        self._collectives = ("native", "hierarchical") if even and semantics == "exact" else ("native",)
+        super().__init__(workload, cluster, semantics)
+
+    def plan(self, genome: Genome) -> SyncPlan:
+        return serve_rows(super().plan(genome), self.workload)
+
+    def built(self, name: str, **arguments: Any) -> SyncPlan:
+        """The plan of a builder, with ``arguments`` as far as it takes them; a size that the user stated goes first.
+
+        Raises:
+            PlanError: the builder refuses, or jobs may not use its plan.
+        """
+        if self._bucket_bytes is not None:
+            arguments["bucket_bytes"] = self._bucket_bytes
+        taken = inspect.signature(builders.find(name)).parameters.keys() & arguments.keys()
+        plan = builders.build(name, self.workload, self.cluster, **{key: arguments[key] for key in taken})
+        plan = serve_rows(plan, self.workload)
+        if SEMANTICS.index(plan.semantics) > SEMANTICS.index(self.semantics):
+            raise PlanError(f"builder '{name}': its plan is {plan.semantics}; allowed: {self.semantics}")
+        for group in plan.groups:
+            if not self._allows(group.topology, self.workload.variable(group.variables[0]).kind == "dense"):
+                raise PlanError(f"builder '{name}': topology '{group.topology}' is not allowed")
+        return plan
+
+    @cached_property
+    def _builders(self) -> tuple[str, ...]:
+        return ()  # they take part by `built`, each when there is time
+
+    def _domains_of(self, block: Block) -> dict[str, Domain]:
+        if self._native_only and not block.dense:
+            return {}  # `plan` serves its rows
+        domains = super()._domains_of(block)
+        domains["method"] = tuple(
+            name
+            for name in domains.get("method", ("native",))
+            if name == JOIN or self._allows(find_method(str(name))[0].name, block.dense)
+        )
+        if self._bucket_bytes is not None:
+            domains["bucket"] = (self._bucket_bytes,)
+        return domains
+
+    def _allows(self, topology: str, dense: bool) -> bool:
+        return topology not in self._exclude and not (self._native_only and dense and topology not in self._collectives)
+
+
+class _Selection:
+    """Finds and compares candidates."""
+
+    def __init__(self, space: _SelectionSpace, population: Population, budget: _Budget, keep: int, rng: Random) -> None:
+        self._space = space
+        self._population = population
+        self._budget = budget
+        self._keep = keep
+        self._rng = rng
+        self._simulated: dict[str, float] = {}
+        self._shift = 0.0
+        self._always: set[str] = set()
+        self._builders: dict[str, str] = {}
+
+    def add_defaults(self) -> None:
+        """Add the plans that a job takes without a search, whatever time that takes."""
+        space, workload, cluster = self._space, self._space.workload, self._space.cluster
+        native = [space.built("all_reduce")]
+        if cluster.world_size > 1 and cluster.measured:
+            self._try_built(link_method(workload, cluster).build.__name__, bucket_bytes=LINK_BUCKET)
+            native.append(space.built("all_reduce", **native_sizes(cluster)))
+        for plan in native:
+            self._always.add(self._add_built("all_reduce", plan).signature)
+        for one in list(self._population.candidates.values()):
+            self._simulate(one)
+
+    def search(self, refine: bool) -> None:
+        """Add builders' plans, then generations of better ones, until the time is spent or nothing improves."""
+        for name, sizes in product(builders.names(), ({}, {"bucket_bytes": LINK_BUCKET})):
+            if self._budget.is_spent():
+                return
+            self._try_built(name, **sizes)
+        self._population.start(self._rng)
+        bests: list[float] = []
+        while not _is_settled(bests):
+            for one in self._promising():
+                if self._budget.is_spent():
+                    return
+                self._simulate(one)
+            bests.append(min(map(self._estimate, filter(self._is_known, self._population.candidates.values()))))
+            self._population.grow(_GROWN, self._score, self._rng)
+            if refine:
+                self._population.refine(_REFINED, self._score, self._rng)
+
+    def result(self) -> list[PredictedPlan]:
+        """The fastest different candidates whose prices are the replay's best, fastest first."""
+        known = [one for one in self._population.candidates.values() if self._is_known(one)]
+        measured = self._space.cluster.measured
+        return [
+            PredictedPlan(
+                one.plan,
+                math.exp(self._estimate(one)) if measured else math.nan,
+                self._builders.get(one.signature, SEARCHED),
+            )
+            for one in self._different(known)
+        ]
+
+    def _try_built(self, name: str, **arguments: Any) -> None:
+        """Add a builder's plan if the cluster and the job allow it."""
+        with suppress(DocumentError):
+            self._add_built(name, self._space.built(name, **arguments))
+
+    def _add_built(self, name: str, plan: SyncPlan) -> Candidate:
+        candidate = self._population.add_plan(plan, name)
+        if candidate is None:
+            raise PlanError(f"builder '{name}': its plan does not compile for cluster '{self._space.cluster.name}'")
+        self._builders.setdefault(candidate.signature, name)
+        return candidate
+
+    def _simulate(self, candidate: Candidate) -> None:
+        """Price a candidate as well as the replay can, and the offset of rough prices from such prices."""
+        if not self._is_known(candidate):
+            self._simulated[candidate.signature] = self._population.precise(candidate)
+            everyone = self._population.candidates
+            self._shift = median(price - everyone[name].rough for name, price in self._simulated.items())
+
+    def _promising(self) -> list[Candidate]:
+        """Candidates that the result would contain if their rough prices were right; else the best of all others."""
+        everyone = list(self._population.candidates.values())
+        new = [one for one in self._different(everyone) if not self._is_known(one)]
+        if not new:
+            ordered = self._population.best(self._score, len(everyone))
+            new = [one for one in ordered if not self._is_known(one)]
+        return new[:_SIMULATED]
+
+    def _different(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The fastest candidates that differ from each other, and those that always take part, fastest first."""
+        if not candidates:
+            return []
+        score = self._score(candidates)
+        order = numpy.argsort(score, kind="stable").tolist()
+        built = next((place for place in order if candidates[place].signature in self._builders), None)
+        always = {place for place in order if place == built or candidates[place].signature in self._always}
+        features = numpy.array([one.features for one in candidates])
+        distances = squared_distance(features, features[sorted(always)]).min(axis=1, initial=numpy.inf)
+        taken: list[int] = []
+        room = max(1, self._keep - len(always))
+        for place in order:
+            if place not in always:
+                if room == 0 or (taken and distances[place] < _DISTANCE):
+                    continue
+                room -= 1
+                distances = numpy.minimum(distances, squared_distance(features, features[place : place + 1])[:, 0])
+            taken.append(place)
+        return [candidates[place] for place in taken]
+
+    def _is_known(self, candidate: Candidate) -> bool:
+        return candidate.is_precise or candidate.signature in self._simulated
+
+    def _estimate(self, candidate: Candidate) -> float:
+        """Logarithm of a step's seconds."""
+        if candidate.is_precise:
+            return candidate.rough
+        return self._simulated.get(candidate.signature, candidate.rough + self._shift)
+
+    def _score(self, candidates: Sequence[Candidate]) -> Floats:
+        return numpy.array([self._estimate(one) for one in candidates])
+
+
+def _is_settled(bests: Sequence[float]) -> bool:
+    """Whether the last third of the generations gained too little; ``bests`` are logarithms of seconds."""
+    return len(bests) >= _LEAST_GENERATIONS and bests[2 * len(bests) // 3 - 1] - bests[-1] < _GAIN

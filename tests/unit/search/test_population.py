@@ -1,0 +1,51 @@
+"""Candidates: what they need, and when they are no longer added."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from random import Random
+
+from clusters import uneven_cluster
+
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.search.population import Population
+from lightning_autosync.workload import Variable, Workload
+
+WORKLOAD = Workload(name="four", variables=tuple(Variable(name=f"v{n}", shape=(60, 70)) for n in range(4)))
+CLUSTER = uneven_cluster(4)
+
+
+def test_candidates_need_no_tools_of_the_search() -> None:
+    script = (
+        "import sys, lightning_autosync.search.population\n"
+        "found = {'optuna', 'dgl', 'sklearn'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_population_stops_when_it_is_told_to() -> None:
+    asked = iter([False] * 5 + [True] * 100)
+    population = Population(PlanSpace(WORKLOAD, CLUSTER), Constants(), 64, stop=lambda: next(asked))
+    population.start(Random(0))
+    found = len(population.candidates)
+    assert 0 < found <= 5
+    population.grow(8, lambda ones: [one.rough for one in ones], Random(0))
+    population.refine(8, lambda ones: [one.rough for one in ones], Random(0))
+    assert len(population.candidates) == found
+
+
+def test_any_plan_can_be_a_candidate_with_the_replays_price() -> None:
+    population = Population(PlanSpace(WORKLOAD, CLUSTER), Constants(), 64)
+    plan = builders.byteps(WORKLOAD, CLUSTER, bucket_bytes=1024)
+    candidate = population.add_plan(plan, "byteps")
+    assert candidate is not None
+    schedule = compile_plan(plan, WORKLOAD, CLUSTER)
+    assert population.precise(candidate) == math.log(Replay(WORKLOAD, CLUSTER).predict(schedule).step_time)
+    other = plan.model_copy(update={"world_size": 3})
+    assert population.add_plan(other.model_copy(update={"groups": plan.groups[:1]}), "cut") is None

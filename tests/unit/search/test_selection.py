@@ -1,0 +1,181 @@
+"""The selection of plans by prediction: what it always contains, when it ends, and what jobs may not use."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy
+import pytest
+from clusters import shared_nodes, uneven_cluster
+
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
+from lightning_autosync.plan.builders.default import serve_rows
+from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.search.features import PlanFeatures, squared_distance
+from lightning_autosync.search.selection import SEARCHED, PredictedPlan, rank_plans
+from lightning_autosync.workload import Variable, Workload
+
+LAYERS = Workload(
+    name="layers",
+    variables=tuple(Variable(name=f"v{n:02}", shape=(60, 70)) for n in range(12)),
+    forward_time=0.004,
+    backward_time=0.008,
+)
+TABLE = LAYERS.model_copy(
+    update={"variables": (Variable(name="table", shape=(5000, 4), kind="row_sparse"), *LAYERS.variables)}
+)
+STAR = uneven_cluster(4)
+
+
+def ticks() -> Callable[[], float]:
+    """A clock that goes on by a second whenever it is read."""
+    seconds = count()
+    return lambda: float(next(seconds))
+
+
+def ranked(workload: Workload = LAYERS, cluster: ClusterSpec = STAR, **options: Any) -> list[PredictedPlan]:
+    return rank_plans(workload, cluster, **{"seconds": 200.0, "clock": ticks(), **options})
+
+
+def seconds(plan: SyncPlan, workload: Workload = LAYERS, cluster: ClusterSpec = STAR) -> float:
+    return Replay(workload, cluster).predict(compile_plan(plan, workload, cluster)).step_time
+
+
+@pytest.fixture(scope="module")
+def found() -> list[PredictedPlan]:
+    return ranked()
+
+
+def test_the_fastest_plan_comes_first_at_the_replays_price(found: list[PredictedPlan]) -> None:
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert [one.seconds for one in found] == pytest.approx([seconds(one.plan) for one in found], rel=1e-12)
+    assert {one.plan.semantics for one in found} == {"exact"}
+    assert 3 <= len(found) <= 8
+
+
+def test_it_contains_native_and_a_builder_that_no_other_beats(found: list[PredictedPlan]) -> None:
+    assert signature(builders.all_reduce(LAYERS, STAR)) in {signature(one.plan) for one in found}
+    prices = []
+    for name in builders.names():
+        try:
+            prices.append(seconds(builders.build(name, LAYERS, STAR)))
+        except DocumentError:
+            continue
+    best = min(one.seconds for one in found if one.origin in builders.names())
+    assert best <= min(prices) * (1 + 1e-9)
+    assert found[0].seconds <= best
+
+
+def test_plans_differ(found: list[PredictedPlan]) -> None:
+    features_of = PlanFeatures(LAYERS)
+    searched = numpy.array([features_of(one.plan) for one in found if one.origin == SEARCHED])
+    distances = squared_distance(searched, searched)
+    assert (distances[~numpy.eye(len(searched), dtype=bool)] > 0.05).all()
+
+
+def test_a_slow_link_gets_something_faster_than_native(found: list[PredictedPlan]) -> None:
+    assert found[0].seconds < 0.8 * seconds(builders.all_reduce(LAYERS, STAR))
+
+
+def test_equal_arguments_give_equal_plans(found: list[PredictedPlan]) -> None:
+    assert ranked() == found
+
+
+def test_without_time_there_are_the_default_plans_alone() -> None:
+    found = ranked(seconds=0.0)
+    assert [one.origin for one in found] == ["byteps", "all_reduce"]  # both native plans are the same here
+
+
+def test_it_looks_at_the_clock_before_each_price() -> None:
+    """A clock on which a price takes long ends the search after the last price that fits."""
+    prices = dict.fromkeys((3.0, 6.0), 0)
+    for limit in prices:
+        readings = 0
+
+        def clock() -> float:
+            nonlocal readings
+            readings += 1
+            return float(readings)
+
+        ranked(seconds=limit, clock=clock)
+        prices[limit] = readings
+    assert prices == {3.0: 3, 6.0: 6}
+
+
+@pytest.mark.parametrize("cluster", [ClusterSpec.uniform(1), ClusterSpec.uniform(3)])
+def test_where_nothing_is_to_be_chosen_or_known_it_is_ddps_plan(cluster: ClusterSpec) -> None:
+    (only,) = ranked(cluster=cluster)
+    assert only.plan == builders.all_reduce(LAYERS, cluster)
+    assert math.isnan(only.seconds) == (cluster.world_size > 1)
+
+
+def test_excluded_topologies_take_no_part() -> None:
+    assert "star" in topologies(ranked())
+    assert "star" not in topologies(ranked(exclude=["star"]))
+
+
+def test_ranks_of_one_node_are_ranked_as_well() -> None:
+    found = ranked(cluster=resolve_cluster("one_node"))
+    assert len(found) >= 3
+    assert all(math.isfinite(one.seconds) for one in found)
+
+
+def topologies(found: list[PredictedPlan]) -> set[str]:
+    return {group.topology for one in found for group in one.plan.groups}
+
+
+def test_native_cannot_be_excluded() -> None:
+    with pytest.raises(PlanError, match="'native' cannot be excluded"):
+        ranked(exclude=["native"])
+
+
+@pytest.mark.parametrize("cluster", [STAR, shared_nodes(4), shared_nodes(5)], ids=["star", "even", "odd"])
+@pytest.mark.parametrize("workload", [LAYERS, TABLE], ids=["dense", "table"])
+def test_native_only_is_collectives_alone(workload: Workload, cluster: ClusterSpec) -> None:
+    for one in ranked(workload, cluster, native_only=True):
+        schedule = compile_plan(one.plan, workload, cluster, two_level_collectives=True)
+        assert all(message.collective for message in schedule.messages if not message.rows)
+
+
+def test_rows_never_take_the_backends_exchange() -> None:
+    for options in ({}, {"native_only": True}):
+        for one in ranked(TABLE, STAR, **options):
+            rows = [group for group in one.plan.groups if "table" in group.variables]
+            assert [group.topology == "native" for group in rows] == [False]
+    native = serve_rows(builders.all_reduce(TABLE, STAR), TABLE)
+    assert signature(native) in {signature(one.plan) for one in ranked(TABLE)}
+
+
+def test_compression_only_if_allowed() -> None:
+    found = ranked(compression=True)
+    assert found[0].plan.semantics == "compressed"
+    assert found[0].seconds < ranked()[0].seconds
+
+
+def test_messages_have_the_size_that_the_user_states() -> None:
+    size = 4 * 60 * 70 * 4  # four variables
+    for one in ranked(bucket_bytes=size):
+        if one.origin == SEARCHED:
+            assert max(len(group.variables) for group in one.plan.groups) <= 4
+
+
+def test_it_knows_the_hosts() -> None:
+    slow = Constants(frame_cost=0.01)
+    assert ranked(constants=slow)[0].seconds > ranked(constants=Constants(frame_cost=0.0))[0].seconds
+
+
+def test_it_needs_none_of_the_tools_of_live_searches() -> None:
+    script = (
+        "import sys, lightning_autosync.search.selection\n"
+        "found = {'optuna', 'dgl', 'sklearn'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
