@@ -27,6 +27,8 @@ _COLLECTIVES = 0.1
 """Seconds of the collectives around slots, about."""
 _TRIPS = 8
 """Round trips in which TCP fills a long route."""
+_ENOUGH = 0.3
+"""Seconds of a window from which on a longer one is hardly better."""
 _LONG = 2e-3
 """Seconds of a round trip from which on a route is long."""
 _PACKETS = 40
@@ -159,7 +161,8 @@ class MeshMeter(Meter):
     def _times(self, flows: Set, factor: float) -> tuple[float, float, float]:
         """Head, window and tail of a slot. TCP needs some round trips to fill the routes, if all of them are long."""
         shortest = 2 * min(self.latencies[min(flow), max(flow)] for flow in flows)
-        return _HEAD + _TRIPS * shortest, self._window * factor, _TAIL + self._distance
+        window = max(self._window, min(_ENOUGH, self._window * factor))
+        return _HEAD + _TRIPS * shortest, window, _TAIL + self._distance
 
     def _under_way(self, flow: Flow, flows: int) -> int | None:
         """Limit on a flow's bytes in flight; None leaves it to TCP, which then has to find the length of the route.
