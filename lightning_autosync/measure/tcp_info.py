@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 
 # Offsets in ``struct tcp_info`` of Linux 4.19 and later.
-_BYTES_RECEIVED, _BYTES_SENT, _ROUND_TRIP = 128, 200, 68
+_BYTES_RECEIVED, _BYTES_SENT, _ROUND_TRIP, _LEAST_ROUND_TRIP = 128, 200, 68, 148
 
 
 def bytes_received(connection: socket.socket) -> int:
@@ -20,6 +20,11 @@ def bytes_received(connection: socket.socket) -> int:
 def smoothed_round_trip(connection: socket.socket) -> float:
     """TCP's current estimate of the round-trip time, in seconds."""
     return _read(connection, _ROUND_TRIP, "I") * 1e-6
+
+
+def least_round_trip(connection: socket.socket) -> float:
+    """The least round-trip time that TCP has seen, in seconds: between kernels, without the processes' wake-up."""
+    return _read(connection, _LEAST_ROUND_TRIP, "I") * 1e-6
 
 
 def bytes_sent() -> int | None:

@@ -79,10 +79,15 @@ def stream(
                 for watch in watches.values():
                     watch.mark()
     for connection in sockets.values():
-        with suppress(OSError):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        connection.close()
+        discard(connection)
     return {source: watch.arrival() for source, watch in watches.items()}
+
+
+def discard(connection: socket.socket) -> None:
+    """Close a connection and discard its unsent data."""
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    connection.close()
 
 
 class _Watch:

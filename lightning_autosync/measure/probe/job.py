@@ -17,8 +17,8 @@ from lightning_autosync.measure.probe.constants import fit_constants
 from lightning_autosync.measure.probe.costs import measure_collectives, measure_costs
 from lightning_autosync.measure.probe.flows import RoundTrip
 from lightning_autosync.measure.probe.meter import Meter
-from lightning_autosync.measure.probe.shape import Hosts, make_cluster
-from lightning_autosync.measure.probe.survey import FairCluster, Flow, Survey, take_survey
+from lightning_autosync.measure.probe.shape import Hosts, make_cluster, node_names
+from lightning_autosync.measure.probe.survey import FairCluster, Flow, Survey, everybody, take_survey
 
 SMALL = 4
 """Largest number of nodes for which every pair is measured alone unless the settings say otherwise."""
@@ -73,9 +73,7 @@ def _hosts(meter: Meter, addresses: bool) -> Hosts:
         pair = several[0], several[1]
         bandwidth = meter.rank_rates([pair])[0]
         latency = meter.round_trips([pair])[pair].least / 2
-    distinct = len(set(meter.hosts)) == len(meter.hosts)
-    names = meter.hosts if distinct else [f"node{node}" for node in range(len(meter.hosts))]
-    return Hosts(meter.nodes, names, meter.addresses if addresses else None, bandwidth, latency)
+    return Hosts(meter.nodes, node_names(meter.hosts), meter.addresses if addresses else None, bandwidth, latency)
 
 
 def _sharing(meter: Meter, survey: Survey | None, cluster: ClusterSpec) -> dict[str, float] | None:
@@ -93,14 +91,10 @@ def _sharing(meter: Meter, survey: Survey | None, cluster: ClusterSpec) -> dict[
     opposite = sum(meter.rates([(i, j), (j, i)])) / (alone + back)
     found = {"opposite": opposite, "fan": max(survey.up[i] / alone, 0.0)}
     if survey.nodes > 2:
-        flows = _everybody(survey.nodes)
+        flows = everybody(survey.nodes)
         used, crowding = FairCluster(cluster).full(flows, [float(survey.full[flow]) for flow in flows])
         found |= {"everybody": used, "crowding": crowding}
     return found
-
-
-def _everybody(nodes: int) -> list[Flow]:
-    return [(i, j) for i in range(nodes) for j in range(nodes) if i != j]
 
 
 def _nodes(survey: Survey | None, cluster: ClusterSpec) -> list[dict[str, Any]]:

@@ -24,22 +24,22 @@ from lightning_autosync.measure.tcp_info import smoothed_round_trip
 _DATAGRAM = 1472
 """Payload bytes that fill an Ethernet frame of 1514 bytes."""
 _FRAME = 1514
-_UNDER_WAY = 512 * 1024
+UNDER_WAY = 512 * 1024
 """Bytes in flight of a flow beyond its bandwidth-delay product, to keep links busy while processes wait for a core."""
-_QUEUED = 0.08
+QUEUED = 0.08
 """Limit on the bytes in flight, in seconds of the flow's rate. More could overflow a queue, and TCP would pause."""
-_LEAST_UNDER_WAY = 32 * 1024
+LEAST_UNDER_WAY = 32 * 1024
 _TRIES = 5
 _AGREEMENT = 0.02
 _STEADY = 0.04
 """Relative difference that is allowed between the halves of a window."""
-_PACKET = 64 * 1024
+PACKET = 64 * 1024
 """Bytes that arrive at once where hosts merge packets (receive offload)."""
 _SETTLE = 0.05
 """Seconds between the barrier and the first byte, so that early ranks do not slow down others in the barrier."""
 _SCOUT = 0.5
 """Factor on head and window for a first estimate of a flow's rate."""
-_FASTEST = 1.25e9
+FASTEST = 1.25e9
 """Bytes/s of the fastest distant link that a single flow is expected to fill."""
 
 
@@ -86,14 +86,17 @@ class Meter:
         leaders = [members[0] for members in self.nodes]
         return self.rank_rates([(leaders[i], leaders[j]) for i, j in flows], factor)
 
+    def prepare(self, sets: Sequence[Sequence[Flow]], factor: float = 1.0) -> None:
+        """Does nothing: `rates` measures each set by itself."""
+
     def rank_rates(self, flows: Sequence[Flow], factor: float = 1.0) -> list[float]:
         """Bytes/s on the wire of simultaneous flows between ranks, measured for ``factor`` windows.
 
         Disturbances, such as a busy core or a lost packet, only make a transfer slower. So the best transfer counts.
         Transfers are repeated until the best was equally fast in both halves of its window and another agrees with it.
         """
-        found = self._run(flows, [_UNDER_WAY // len(flows)] * len(flows), _SCOUT, _SCOUT)
-        limits = [min(_UNDER_WAY, round(_QUEUED * arrival.rate)) for arrival in found]
+        found = self._run(flows, [UNDER_WAY // len(flows)] * len(flows), _SCOUT, _SCOUT)
+        limits = [min(UNDER_WAY, round(QUEUED * arrival.rate)) for arrival in found]
         runs: list[list[Arrival]] = []
         for _ in range(_TRIES):
             runs.append(self._run(flows, limits, 1.0, factor))
@@ -234,13 +237,13 @@ def _is_steady(found: Sequence[Arrival], half: float) -> bool:
     The last merged packet of each flow may fall into either half, so it is allowed for.
     """
     first, second = (sum(arrival.halves[part] for arrival in found) for part in range(2))
-    return abs(first - second) < _STEADY * max(first, second) + len(found) * _PACKET / half
+    return abs(first - second) < _STEADY * max(first, second) + len(found) * PACKET / half
 
 
 def _limit(connection: socket.socket, amount: int) -> None:
     """Limit a flow's bytes in flight to ``amount`` beyond the bandwidth-delay product of the route."""
-    distance = round(_FASTEST * smoothed_round_trip(connection))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(_LEAST_UNDER_WAY, amount) + distance)
+    distance = round(FASTEST * smoothed_round_trip(connection))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(LEAST_UNDER_WAY, amount) + distance)
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from lightning_autosync.measure.probe.survey import Flow, Survey
 
 DIGITS = 4
 """Significant digits of a measured rate or time."""
+_SWITCH = re.compile(r"switch|core|rack\d+")
+"""Names of switches."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ def make_cluster(name: str, hosts: Hosts, survey: Survey | None, latencies: Mapp
     Args:
         name: its name.
         hosts: its nodes.
-        survey: the measured rates; None for a single node.
+        survey: the measured rates; None for a single node. If there are several, they are then on one switch, and the
+            rates of their links are unknown.
         latencies: one-way seconds between pairs of nodes.
     """
     data: dict[str, Any] = {
@@ -57,7 +61,15 @@ def make_cluster(name: str, hosts: Hosts, survey: Survey | None, latencies: Mapp
         switches, links = _links(survey, hosts.names)
         data |= {"switches": switches, "links": links}
         _set_latencies(data, hosts, latencies)
+    elif len(hosts.ranks) > 1:
+        data |= {"switches": ["switch"], "links": [{"a": host, "b": "switch"} for host in hosts.names]}
     return ClusterSpec.from_dict(data, source="probe")
+
+
+def node_names(hosts: Sequence[str]) -> Sequence[str]:
+    """Names for nodes: those of their hosts if these are distinct, and no switch could have one of them."""
+    distinct = len(set(hosts)) == len(hosts) and not any(_SWITCH.fullmatch(host) for host in hosts)
+    return hosts if distinct else [f"node{node}" for node in range(len(hosts))]
 
 
 def _node(hosts: Hosts, node: int) -> dict[str, Any]:

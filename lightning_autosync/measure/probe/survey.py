@@ -15,6 +15,7 @@ import networkx
 import numpy
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import linkage
+from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import squareform
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
@@ -138,6 +139,10 @@ class Rates(Protocol):
 
     def rates(self, flows: Sequence[Flow], factor: float = 1.0) -> list[float]: ...
 
+    def prepare(self, sets: Sequence[Sequence[Flow]], factor: float = 1.0) -> None:
+        """Learn which sets of flows will be asked for next, since some meters measure them faster together."""
+        ...
+
     def pace(self, node: int) -> float:
         """Bytes/s at which the node's own port sends, whatever its peers can receive."""
         ...
@@ -169,35 +174,56 @@ class Survey:
         return len(self.up)
 
 
-def take_survey(meter: Rates, nodes: int, every_pair: bool) -> Survey:
+def everybody(nodes: int) -> list[Flow]:
+    """A flow from each node to each other."""
+    return [(i, j) for i in range(nodes) for j in range(nodes) if i != j]
+
+
+def take_survey(meter: Rates, nodes: int, every_pair: bool | None) -> Survey:
     """Measure a network.
 
     Args:
         meter: measures the flows.
         nodes: number of nodes.
-        every_pair: measure every pair alone, not only one flow from each node.
+        every_pair: whether to measure every pair alone (True) or one flow from each node alone (False). None measures
+            one flow from and to each node, all at once. So ``alone`` has lower bounds, which are enough to see that
+            there is a switch.
     """
-    flows = [(i, j) for i in range(nodes) for j in range(nodes) if i != j]
+    flows = everybody(nodes)
     full = numpy.full((nodes, nodes), numpy.nan)
     for (i, j), rate in zip(flows, meter.rates(flows, FULL_WINDOWS), strict=True):
         full[i, j] = rate
     survey = Survey(*_fans(meter, full, flows), full)
     contrast = full / _matrix_of_expected(survey, flows)
-    nearest = [(node, int(numpy.nanargmax(contrast[node]))) for node in range(nodes)]
-    for flow in flows if every_pair else nearest:
-        survey.alone[flow] = meter.rates([flow])[0]
+    if every_pair is None:
+        nearest = _disjoint(contrast)
+        survey.alone = dict(zip(nearest, meter.rates(nearest), strict=True))
+    else:
+        nearest = [(node, int(numpy.nanargmax(contrast[node]))) for node in range(nodes)]
+        survey.alone = _measure_alone(meter, flows if every_pair else nearest)
     if nodes > 2 and _no_switch(survey, nearest):
-        for i, j in nearest:
-            expected = ALONE * min(survey.up[i], survey.down[j])
-            survey.alone[i, j] = _most(meter, [(i, j)], survey.alone[i, j], expected)
+        expected = [ALONE * min(survey.up[i], survey.down[j]) for i, j in nearest]
+        found = _most(meter, [[flow] for flow in nearest], [survey.alone[flow] for flow in nearest], expected)
+        survey.alone |= zip(nearest, found, strict=True)
     if nodes > 2 and _no_switch(survey, nearest):
-        survey.alone |= {flow: meter.rates([flow])[0] for flow in flows if flow not in survey.alone}
+        survey.alone |= _measure_alone(meter, [flow for flow in flows if flow not in survey.alone])
         survey.mesh = _direct_links(meter, survey)
         return survey
-    for group in candidate_groups(contrast):
-        _test_trunk(meter, survey, group)
+    find_trunks(meter, survey, list(candidate_groups(contrast)), brief=every_pair is None)
     survey.paces = {node: meter.pace(node) for node in range(nodes) if _never_filled(survey, node)}
     return survey
+
+
+def _measure_alone(meter: Rates, flows: Sequence[Flow]) -> dict[Flow, float]:
+    """The rate of each flow while it has the network to itself."""
+    meter.prepare([[flow] for flow in flows])
+    return {flow: meter.rates([flow])[0] for flow in flows}
+
+
+def _disjoint(contrast: Floats) -> list[Flow]:
+    """One flow from each node and one to each node, between nodes that share few links."""
+    numpy.fill_diagonal(weights := contrast.copy(), -1e9)
+    return [(int(i), int(j)) for i, j in zip(*linear_sum_assignment(weights, maximize=True), strict=True)]
 
 
 def _fans(meter: Rates, full: Floats, flows: Sequence[Flow]) -> tuple[list[float], list[float]]:
@@ -205,25 +231,31 @@ def _fans(meter: Rates, full: Floats, flows: Sequence[Flow]) -> tuple[list[float
 
     They are measured again where the two differ, or where one is less than in all-to-all traffic.
     """
-    up, down = [], []
-    for node in range(len(full)):
-        out, back = [flow for flow in flows if flow[0] == node], [flow for flow in flows if flow[1] == node]
-        sent, received = sum(meter.rates(out)), sum(meter.rates(back))
-        up.append(_most(meter, out, sent, UNLIKE * max(received, numpy.nansum(full[node]))))
-        down.append(_most(meter, back, received, UNLIKE * max(sent, numpy.nansum(full[:, node]))))
-    return up, down
+    nodes = len(full)
+    sets = [[flow for flow in flows if flow[end] == node] for end in (0, 1) for node in range(nodes)]
+    meter.prepare(sets)
+    found = [sum(meter.rates(some)) for some in sets]
+    loaded = [*numpy.nansum(full, axis=1), *numpy.nansum(full, axis=0)]
+    back = found[nodes:] + found[:nodes]
+    expected = [UNLIKE * max(both) for both in zip(back, loaded, strict=True)]
+    found = _most(meter, sets, found, expected)
+    return found[:nodes], found[nodes:]
 
 
-def _most(meter: Rates, flows: Sequence[Flow], found: float, expected: float) -> float:
-    """The total rate of flows in bytes/s, measured again for longer if ``found`` is less than ``expected``.
+def _most(
+    meter: Rates, sets: Sequence[Sequence[Flow]], found: Sequence[float], expected: Sequence[float]
+) -> list[float]:
+    """The total rate of each set of flows in bytes/s, measured again for longer if ``found`` is less than ``expected``.
 
     A disturbance can only make flows slower, so the best measurement counts.
     """
+    best = list(found)
     for _ in range(DECISIVE_TRIES):
-        if found >= expected:
-            break
-        found = max(found, sum(meter.rates(flows, DECISIVE_WINDOWS)))
-    return found
+        short = [number for number, rate in enumerate(best) if rate < expected[number]]
+        meter.prepare([sets[number] for number in short], DECISIVE_WINDOWS)
+        for number in short:
+            best[number] = max(best[number], sum(meter.rates(sets[number], DECISIVE_WINDOWS)))
+    return best
 
 
 def _matrix_of_expected(survey: Survey, flows: Sequence[Flow]) -> Floats:
@@ -257,6 +289,7 @@ def _no_switch(survey: Survey, nearest: Sequence[Flow]) -> bool:
 def _direct_links(meter: Rates, survey: Survey) -> list[Flow]:
     """The pairs whose flows no third node forwards, and then the likeliest other pairs until all nodes are linked."""
     pairs = [(i, j) for i in range(survey.nodes) for j in range(i + 1, survey.nodes)]
+    meter.prepare([flows for pair in pairs for flows in _with_legs(survey.nodes, pair)])
     scores = {pair: _directness(meter, survey, pair) for pair in pairs}
     graph = networkx.Graph()
     graph.add_nodes_from(range(survey.nodes))
@@ -272,34 +305,63 @@ def _directness(meter: Rates, survey: Survey, pair: Flow) -> float:
     If a third node forwards the pair's flow, the flow slows down both legs over that node. So the score is the share of
     its rate alone that the faster leg keeps beside the flow, least over third nodes.
     """
-    i, j = pair
     kept = [1.0]
-    for k in range(survey.nodes):
-        if k not in pair:
-            legs = [(i, k), (k, j)]
-            rates = meter.rates([pair, *legs])[1:]
-            kept.append(max(rate / survey.alone[leg] for rate, leg in zip(rates, legs, strict=True)))
+    for flows in _with_legs(survey.nodes, pair):
+        rates = meter.rates(flows)[1:]
+        kept.append(max(rate / survey.alone[leg] for rate, leg in zip(rates, flows[1:], strict=True)))
     return min(kept)
 
 
-def _test_trunk(meter: Rates, survey: Survey, group: tuple[int, ...]) -> None:
-    """Keep the group's rates up and down if it sends or receives less than the known links allow.
+def _with_legs(nodes: int, pair: Flow) -> list[list[Flow]]:
+    """For each third node, the flow of a pair and its two legs over that node."""
+    i, j = pair
+    return [[pair, (i, k), (k, j)] for k in range(nodes) if k not in pair]
 
-    A group of several racks passes: it is tested after its racks, and sends what their known up-links allow. A part of
-    a rack may have been taken for a rack. The whole rack then sends less than expected, and replaces the part.
+
+def find_trunks(meter: Rates, survey: Survey, groups: Sequence[tuple[int, ...]], brief: bool) -> None:
+    """Keep the rates up and down of each group that sends or receives less than the known links allow.
+
+    A group of several racks passes: it comes after its racks, and sends what their known up-links allow. A part of a
+    rack may have been taken for a rack. The whole rack then sends less than expected, and replaces the part. If it is
+    the rack opposite that sends less than expected, its up-link explains what the part sends. ``brief`` measurements
+    may end before TCP has filled a long route. So what a group sends in all-to-all traffic counts as well.
     """
-    others = tuple(node for node in range(survey.nodes) if node not in group)
-    flows = _pairing(group, others)
-    back = [(j, i) for i, j in flows]
-    enough, enough_back = (TRUNK * sum(expected_rates(survey, some)) for some in (flows, back))
-    up = _most(meter, flows, sum(meter.rates(flows)), enough)
-    down = _most(meter, back, sum(meter.rates(back)), enough_back)
-    if up < enough or down < enough_back:
-        kept = {other: rates for other, rates in survey.trunks.items() if not set(other) <= set(group)}
-        survey.trunks = {**kept, group: (up, down)}
+    sets = {group: _both_ways(survey, group) for group in groups}
+    every = [flows for ways in sets.values() for flows in ways]
+    meter.prepare(every)
+    rates = [sum(meter.rates(flows)) for flows in every]
+    if brief:
+        rates = [max(rate, _loaded(survey, flows)) for rate, flows in zip(rates, every, strict=True)]
+    rates = _most(meter, every, rates, [TRUNK * sum(expected_rates(survey, flows)) for flows in every])
+    found = dict(zip(groups, zip(rates[::2], rates[1::2], strict=True), strict=True))
+
+    def is_slow(group: tuple[int, ...]) -> bool:
+        enough = [TRUNK * sum(expected_rates(survey, flows)) for flows in sets[group]]
+        return any(rate < least for rate, least in zip(found[group], enough, strict=True))
+
+    for group in groups:
+        if is_slow(group):
+            kept = {other: rates for other, rates in survey.trunks.items() if not set(other) <= set(group)}
+            survey.trunks = {**kept, group: found[group]}
+    for group in list(survey.trunks):
+        del survey.trunks[group]
+        if is_slow(group):
+            survey.trunks[group] = found[group]
 
 
-def _pairing(group: Sequence[int], others: Sequence[int]) -> list[Flow]:
+def _loaded(survey: Survey, flows: Sequence[Flow]) -> float:
+    """What the sources of flows send to their targets in all-to-all traffic. It fills a slow up-link, too."""
+    sources, targets = (sorted(set(ends)) for ends in zip(*flows, strict=True))
+    return float(survey.full[numpy.ix_(sources, targets)].sum())
+
+
+def _both_ways(survey: Survey, group: Sequence[int]) -> tuple[list[Flow], list[Flow]]:
+    """Flows from a group to the other nodes, and back."""
+    flows = pairing(group, [node for node in range(survey.nodes) if node not in group])
+    return flows, [(j, i) for i, j in flows]
+
+
+def pairing(group: Sequence[int], others: Sequence[int]) -> list[Flow]:
     """Flows from one side to the other in which every node of either side takes part."""
     return [(group[k % len(group)], others[k % len(others)]) for k in range(max(len(group), len(others)))]
 

@@ -11,8 +11,8 @@ from lightning_autosync.cluster import ClusterSpec, resolve_cluster, shipped_clu
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.probe.constants import fit_constants
 from lightning_autosync.measure.probe.settings import ProbeSettings
-from lightning_autosync.measure.probe.shape import Hosts, make_cluster
-from lightning_autosync.measure.probe.survey import FairCluster, fair_rates, take_survey
+from lightning_autosync.measure.probe.shape import Hosts, make_cluster, node_names
+from lightning_autosync.measure.probe.survey import FairCluster, fair_rates, find_trunks, take_survey
 from lightning_autosync.measure.probe.table import settings_of
 from lightning_autosync.replay import Constants
 
@@ -35,6 +35,9 @@ class FairMeter:
         shifted = rates * self._random.lognormal(0.0, self._unfairness, len(rates))
         return [float(rate) for rate in shifted * rates.sum() / shifted.sum()]
 
+    def prepare(self, sets, factor=1.0):
+        pass
+
     def pace(self, node):
         name = self._cluster.nodes[node].name
         return next(rate for link in self._cluster.links for end, rate in _ways(link) if end == name)
@@ -44,9 +47,9 @@ def _ways(link):
     return (link.a, link.bandwidth), (link.b, link.reverse_bandwidth)
 
 
-def recover(cluster: ClusterSpec, unfairness: float = 0.0) -> ClusterSpec:
+def recover(cluster: ClusterSpec, unfairness: float = 0.0, every_pair: bool | None = False) -> ClusterSpec:
     nodes = range(len(cluster.nodes))
-    survey = take_survey(FairMeter(cluster, unfairness), len(nodes), every_pair=False)
+    survey = take_survey(FairMeter(cluster, unfairness), len(nodes), every_pair)
     hosts = Hosts([cluster.ranks_of(node) for node in nodes], [f"host{node}" for node in nodes])
     fair = FairCluster(cluster)
     latencies = {
@@ -73,6 +76,21 @@ def test_every_shipped_network_is_recovered(name):
     check_recovered(found, truth)
     assert found.rank_nodes == truth.rank_nodes
     assert sum(link.latency for link in found.links) > 0
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_brief_survey_recovers_every_shipped_network(name):
+    truth = resolve_cluster(name)
+    check_recovered(recover(truth, every_pair=None), truth)
+
+
+def test_a_part_of_a_rack_makes_no_rack_if_the_rack_opposite_explains_its_rate():
+    truth = resolve_cluster("two_racks_2to1")
+    meter = FairMeter(truth)
+    survey = take_survey(meter, 8, every_pair=False)
+    survey.trunks = {}
+    find_trunks(meter, survey, [(4, 5, 6), (0, 1, 2, 3)], brief=False)
+    assert list(survey.trunks) == [(0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name != "ring_of_four"])
@@ -103,6 +121,18 @@ def test_latencies_of_links_follow_from_those_of_paths():
     found = recover(truth)
     # The two up-links are in a row with no node between them: one link of twice the latency.
     assert [link.latency for link in found.links] == pytest.approx([50e-6] * 8 + [100e-6], rel=1e-3)
+
+
+def test_where_rates_are_unknown_hosts_are_on_one_switch():
+    found = make_cluster("hosts", Hosts([[0, 2], [1]], ["a", "b"], ["10.0.0.1", "10.0.0.2"]), None, {})
+    assert not found.measured
+    assert found.rank_nodes == (0, 1, 0)
+    assert [node.address for node in found.nodes] == ["10.0.0.1", "10.0.0.2"]
+
+
+@pytest.mark.parametrize(("hosts", "names"), [("a b", "a b"), ("a a", "node0 node1"), ("a rack0", "node0 node1")])
+def test_nodes_are_named_as_hosts_where_names_stay_distinct(hosts, names):
+    assert list(node_names(hosts.split())) == names.split()
 
 
 def test_rank_order_is_kept():

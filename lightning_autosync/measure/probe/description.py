@@ -1,0 +1,109 @@
+"""Whether the description of a cluster fits what a job found: `check_cluster`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.measure.probe.survey import FairCluster, Flow, everybody, pairing
+
+FAR = 0.25
+"""Relative difference between a described and a measured rate from which on it is told."""
+
+
+def check_cluster(described: ClusterSpec, seen: ClusterSpec) -> list[str]:
+    """Sentences on the nodes and racks of a description that differ from what was seen; none if it fits.
+
+    Links need not be the same. What counts is the rate at which each node sends to all others and receives from them,
+    and each rack too. A link that the other nodes cannot fill is never too slow in this comparison.
+
+    Args:
+        described: the description. Rates are compared only where both clusters have them.
+        seen: the cluster of a `JobSurvey`.
+    """
+    if described.world_size != seen.world_size:
+        return [f"The description has {described.world_size} ranks, but the job has {seen.world_size}."]
+    faults = [*_split_nodes(described, seen), *_joined_nodes(described, seen)]
+    if faults or not (described.measured and seen.measured):
+        return faults
+    seen = _in_order_of(described, seen)
+    one, other = FairCluster(described), FairCluster(seen)
+    for traffic in _traffic(described, seen):
+        expected, found = (sum(cluster.rates(traffic.flows)) for cluster in (one, other))
+        if abs(found / expected - 1) > FAR:
+            faults.append(f"{traffic.words} {_rate(found)}, but {_rate(expected)} by the description.")
+    return faults
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """Simultaneous flows between nodes, and the sentence's beginning that says so."""
+
+    words: str
+    flows: Sequence[Flow]
+
+
+def _traffic(described: ClusterSpec, seen: ClusterSpec) -> Iterator[_Traffic]:
+    nodes = len(described.nodes)
+    if nodes < 2:
+        return
+    flows = everybody(nodes)
+    for node, name in enumerate(spec.name for spec in described.nodes):
+        yield _Traffic(f"Node {name} sends to all others at", [flow for flow in flows if flow[0] == node])
+        yield _Traffic(f"Node {name} receives from all others at", [flow for flow in flows if flow[1] == node])
+    known = set[frozenset[Flow]]()
+    for rack in dict.fromkeys([*_racks(described), *_racks(seen)]):
+        flows = pairing(rack, [node for node in range(nodes) if node not in rack])
+        names = ", ".join(described.nodes[node].name for node in rack)
+        for verb, ways in (("send to", flows), ("receive from", [(j, i) for i, j in flows])):
+            if frozenset(ways) not in known:
+                known.add(frozenset(ways))
+                yield _Traffic(f"Together, nodes {names} {verb} all others at", ways)
+
+
+def _racks(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
+    """Groups of several nodes on one switch that leave several other nodes."""
+    for grouping in cluster.hierarchy():
+        for ranks in grouping:
+            nodes = tuple(sorted({cluster.rank_nodes[rank] for rank in ranks}))
+            if 2 <= len(nodes) <= len(cluster.nodes) - 2:
+                yield nodes
+
+
+def _split_nodes(described: ClusterSpec, seen: ClusterSpec) -> Iterator[str]:
+    """Sentences on described nodes whose ranks run on several hosts."""
+    for node, spec in enumerate(described.nodes):
+        ranks = described.ranks_of(node)
+        hosts = _names(seen, ranks)
+        if len(hosts) > 1:
+            yield f"Ranks {_listed(ranks)} are described on node {spec.name}, but run on {' and '.join(hosts)}."
+
+
+def _joined_nodes(described: ClusterSpec, seen: ClusterSpec) -> Iterator[str]:
+    """Sentences on hosts whose ranks are described on several nodes."""
+    for host, spec in enumerate(seen.nodes):
+        ranks = seen.ranks_of(host)
+        nodes = _names(described, ranks)
+        if len(nodes) > 1:
+            yield f"Ranks {_listed(ranks)} run on host {spec.name}, but are described on {' and '.join(nodes)}."
+
+
+def _names(cluster: ClusterSpec, ranks: Sequence[int]) -> list[str]:
+    return list(dict.fromkeys(cluster.nodes[cluster.rank_nodes[rank]].name for rank in ranks))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _in_order_of(described: ClusterSpec, seen: ClusterSpec) -> ClusterSpec:
+    """The seen cluster with its nodes in the described order, so that both have the same indices."""
+    nodes = [seen.nodes[seen.rank_nodes[described.ranks_of(node)[0]]] for node in range(len(described.nodes))]
+    order = [seen.nodes[node].name for node in seen.rank_nodes]
+    document = {**seen.to_dict(), "nodes": [node.model_dump() for node in nodes], "rank_order": order}
+    return ClusterSpec.from_dict(document, source="survey")
+
+
+def _rate(rate: float) -> str:
+    return f"{rate * 8e-6:.4g} Mbit/s"

@@ -1,0 +1,226 @@
+"""`MeshMeter`: a `Meter` that needs little time, for jobs that measure their links before they train."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_autosync.engine.collectives import gather_json, group_device
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.measure.errors import LaunchError
+from lightning_autosync.measure.probe.flows import discard
+from lightning_autosync.measure.probe.meter import FASTEST, LEAST_UNDER_WAY, PACKET, QUEUED, UNDER_WAY, Meter
+from lightning_autosync.measure.probe.slots import Slot, run_slots
+from lightning_autosync.measure.probe.survey import DECISIVE_WINDOWS, Flow, everybody
+from lightning_autosync.measure.tcp_info import least_round_trip
+
+_HEAD, _WINDOW, _TAIL = 0.08, 0.1, 0.02
+_SETTLE = 0.03
+"""Seconds between the barrier and the first byte, so that early ranks do not slow down others in the barrier."""
+_COLLECTIVES = 0.1
+"""Seconds of the collectives around slots, about."""
+_TRIPS = 8
+"""Round trips in which TCP fills a long route."""
+_ENOUGH = 0.3
+"""Seconds of a window from which on a longer one is hardly better."""
+_LONG = 2e-3
+"""Seconds of a round trip from which on a route is long."""
+_PACKETS = 40
+"""Least number of packets of a window, as large as hosts merge them."""
+
+_Key = TypeVar("_Key")
+Set = frozenset[Flow]
+"""Simultaneous flows between nodes."""
+
+
+class MeshMeter(Meter):
+    """Measures rates between nodes over one connection for each pair of nodes, many sets of flows after each barrier.
+
+    A set of flows is measured once for each length of its window. Any rank's fault, and a time that is over, are raised
+    on all ranks alike, because they gather both together with the rates.
+
+    Args:
+        timeout: seconds within which ranks must reach each other.
+        limit: seconds that all measurements may take.
+
+    Attributes:
+        latencies: one-way seconds between each pair of nodes: half the least round trip that the kernel saw.
+    """
+
+    def __init__(self, timeout: float, limit: float) -> None:
+        super().__init__(_HEAD, _WINDOW, min(timeout, limit))
+        self._begin = time.perf_counter()
+        self._limit = limit
+        self._elapsed = 0.0
+        self._known: dict[tuple[Set, float], dict[Flow, float]] = {}
+        self._first: dict[Flow, float] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        self._distance = 0.0
+        self._leaders = [members[0] for members in self.nodes]
+        self.latencies: dict[Flow, float] = {}
+
+    @contextmanager
+    def connected(self) -> Iterator[MeshMeter]:
+        """Connect all pairs of nodes.
+
+        Raises:
+            LaunchError: on every rank, if there are too many nodes for the limit, or if some cannot reach each other.
+        """
+        nodes = range(len(self.nodes))
+        least = (len(nodes) + 2) * (_HEAD + _WINDOW + _TAIL)
+        self._require_time(least)
+        pairs = [(i, j) for i in nodes for j in nodes if i < j]
+        fault = ""
+        try:
+            self._sockets = self._connect((self._leaders[i], self._leaders[j]) for i, j in pairs)
+        except (AutoSyncError, OSError) as error:
+            fault = str(error)
+        try:
+            own = {self._flow(peer): least_round_trip(connection) for peer, connection in self._sockets.items()}
+            trips = self._agree(fault, everybody(len(nodes)), own)
+            self.latencies = {(i, j): min(trips[i, j], trips[j, i]) / 2 for i, j in pairs}
+            self._distance = 2 * max(self.latencies.values())
+            self._require_time(least)
+            yield self
+        finally:
+            for connection in self._sockets.values():
+                discard(connection)
+
+    def rates(self, flows: Sequence[Flow], factor: float = 1.0) -> list[float]:
+        """Bytes/s on the wire of simultaneous flows between nodes, measured for ``factor`` windows.
+
+        Zeros if there is no time left for a measurement that would only confirm another.
+        """
+        self.prepare([flows], factor)
+        found = self._known.get((frozenset(flows), factor), {})
+        return [found.get(flow, 0.0) for flow in flows]
+
+    def prepare(self, sets: Sequence[Sequence[Flow]], factor: float = 1.0) -> None:
+        """Measure sets of flows one after the other, without a collective in between.
+
+        Two sets with the same flows in opposite directions are measured at once, because links are full-duplex.
+
+        Raises:
+            LaunchError: on every rank, if the limit does not suffice, or if a rank failed.
+        """
+        wanted = dict.fromkeys(frozenset(flows) for flows in sets if (frozenset(flows), factor) not in self._known)
+        slot_of = {flows: flows | back if (back := _reversed(flows)) in wanted else flows for flows in wanted}
+        slots = list(dict.fromkeys(slot_of.values()))
+        seconds = sum(sum(self._times(flows, factor)) for flows in slots)
+        if not slots or (factor == DECISIVE_WINDOWS and not self._has_time(seconds)):
+            return
+        self._require_time(seconds)
+        found = dict(zip(slots, self._run_all(slots, factor), strict=True))
+        self._known |= {(flows, factor): found[slot] for flows, slot in slot_of.items()}
+        if not self._first:
+            self._first = found[slots[0]]
+            self._widen()
+
+    def pace(self, node: int) -> float:
+        """As in `Meter`; 0 between two nodes, whose flows depend on the slower of their links only."""
+        return super().pace(node) if len(self.nodes) > 2 and self._has_time(_HEAD + _WINDOW) else 0.0
+
+    def elapsed(self) -> float:
+        """Seconds since the beginning, on this rank."""
+        return time.perf_counter() - self._begin
+
+    def _run_all(self, sets: Sequence[Set], factor: float) -> list[dict[Flow, float]]:
+        slots = [self._slot(flows, factor) for flows in sets]
+        fault, own = "", dict[tuple[int, Flow], float]()
+        dist.barrier()
+        time.sleep(_SETTLE)
+        try:
+            for number, rates in enumerate(run_slots(self._sockets, slots) if self._sockets else []):
+                own |= {(number, self._flow(source)): rate for source, rate in rates.items()}
+        except OSError as error:
+            fault = str(error)
+        found = self._agree(fault, [(number, flow) for number, flows in enumerate(sets) for flow in sorted(flows)], own)
+        self.transfers += len(sets)
+        return [{flow: found[number, flow] for flow in flows} for number, flows in enumerate(sets)]
+
+    def _flow(self, source: int) -> Flow:
+        """The flow to this rank's node from that of another leader."""
+        return self._leaders.index(source), self._node
+
+    def _slot(self, flows: Set, factor: float) -> Slot:
+        targets, sources = dict[int, int | None](), list[int]()
+        for flow in flows:
+            one, other = (self._leaders[node] for node in flow)
+            if one == self.rank:
+                targets[other] = self._under_way(flow, len(flows))
+            if other == self.rank:
+                sources.append(one)
+        return Slot(targets, sources, *self._times(flows, factor))
+
+    def _times(self, flows: Set, factor: float) -> tuple[float, float, float]:
+        """Head, window and tail of a slot. TCP needs some round trips to fill the routes, if all of them are long."""
+        shortest = 2 * min(self.latencies[min(flow), max(flow)] for flow in flows)
+        window = max(self._window, min(_ENOUGH, self._window * factor))
+        return _HEAD + _TRIPS * shortest, window, _TAIL + self._distance
+
+    def _under_way(self, flow: Flow, flows: int) -> int | None:
+        """Limit on a flow's bytes in flight; None leaves it to TCP, which then has to find the length of the route.
+
+        The first set has all flows, whose rates fit into the links together. So the limits of any set of flows fit into
+        the queues.
+        """
+        distance = 2 * self.latencies[min(flow), max(flow)]
+        if distance > _LONG:
+            return None
+        amount = min(UNDER_WAY, QUEUED * self._first[flow]) if self._first else UNDER_WAY // flows
+        return round(max(LEAST_UNDER_WAY, amount) + distance * FASTEST)
+
+    def _widen(self) -> None:
+        """Count for so long that some packets arrive from the slowest node and at the slowest node.
+
+        Raises:
+            LaunchError: on every rank, if none arrived.
+        """
+        nodes = range(len(self.nodes))
+        slowest = min(
+            sum(rate for flow, rate in self._first.items() if flow[end] == node) for end in (0, 1) for node in nodes
+        )
+        if slowest == 0:
+            raise LaunchError("a node sends or receives nothing")
+        self._window = max(self._window, _PACKETS * PACKET / slowest)
+
+    def _agree(self, fault: str, keys: Sequence[_Key], own: Mapping[_Key, float]) -> dict[_Key, float]:
+        """The sum of all ranks' numbers for each key; raises ``LaunchError`` on every rank if any has a fault.
+
+        On distant links this takes less time than `gather_json`, which goes around all ranks twice.
+        """
+        numbers = [float(bool(fault)), self.elapsed(), *(own.get(key, 0.0) for key in keys)]
+        mine = torch.tensor(numbers, dtype=torch.float64, device=group_device(None))
+        ranks = torch.empty(dist.get_world_size(), len(numbers), dtype=torch.float64, device=mine.device)
+        dist.gather(mine, list(ranks) if self.rank == 0 else None)
+        dist.broadcast(ranks, src=0)
+        self._elapsed = float(ranks[:, 1].max())
+        if ranks[:, 0].any():
+            faults = gather_json(fault)
+            rank = next(rank for rank, text in enumerate(faults) if text)
+            raise LaunchError(f"rank {rank}: {faults[rank]}")
+        return dict(zip(keys, ranks[:, 2:].sum(dim=0).tolist(), strict=True))
+
+    def _has_time(self, seconds: float) -> bool:
+        return self._time_after(seconds) <= self._limit
+
+    def _require_time(self, seconds: float) -> None:
+        if not self._has_time(seconds):
+            raise LaunchError(
+                f"links of {len(self.nodes)} nodes take {self._time_after(seconds):.1f} s or more to measure, "
+                f"the limit is {self._limit:g} s"
+            )
+
+    def _time_after(self, seconds: float) -> float:
+        """Seconds since the beginning after slots of so many seconds, and the collectives around them."""
+        return self._elapsed + _COLLECTIVES + _TRIPS * self._distance + seconds
+
+
+def _reversed(flows: Set) -> Set:
+    return frozenset((j, i) for i, j in flows)

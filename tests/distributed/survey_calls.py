@@ -1,0 +1,51 @@
+"""Calls in workers: the survey of a job, also with faults."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_autosync.engine.connections import connect_pairs
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.measure.probe import mesh_meter, meter
+from lightning_autosync.measure.probe.quick import survey_job
+
+
+def survey(limit: float = 10.0) -> dict[str, Any]:
+    """What a survey found, as plain data."""
+    found = survey_job(60.0, limit)
+    return {**asdict(found), "cluster": found.cluster.to_dict()}
+
+
+def survey_without_connection() -> dict[str, Any]:
+    """As `survey`, where the last rank connects to nobody."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+
+        def refuse(*arguments: Any) -> Any:
+            for connection in connect_pairs(*arguments).values():
+                connection.close()
+            raise ExchangeError("the network is down")
+
+        meter.connect_pairs = refuse
+    try:
+        return survey()
+    finally:
+        meter.connect_pairs = connect_pairs
+
+
+def survey_with_death(directory: str) -> None:
+    """A survey in which the last rank ends; the others write the seconds and the kind of their error to files."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        mesh_meter.run_slots = lambda *_: os._exit(1)
+    begin = time.monotonic()
+    try:
+        survey()
+    except RuntimeError as error:
+        text = f"{time.monotonic() - begin} {type(error).__name__}"
+        Path(directory, f"{dist.get_rank()}.part").write_text(text)
+        Path(directory, f"{dist.get_rank()}.part").rename(Path(directory, f"{dist.get_rank()}.txt"))

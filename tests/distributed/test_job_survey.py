@@ -1,0 +1,120 @@
+"""The survey of a live job: its hosts, and the rates of emulated links in little time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import survey_calls
+
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.probe.description import check_cluster
+from lightning_autosync.measure.probe.table import link_rows
+from lightning_autosync.measure.workers import LaunchError, WorkerError, WorkerPool
+
+try:
+    netns.require_namespaces()
+    UNABLE = ""
+except LaunchError as error:
+    UNABLE = str(error)
+
+emulated = [pytest.mark.root, pytest.mark.skipif(bool(UNABLE), reason=UNABLE)]
+TOLERANCE = 0.25
+"""Other load on this machine disturbs short measurements."""
+
+
+def interleaved() -> ClusterSpec:
+    """Two nodes of two devices whose ranks take turns."""
+    cluster = ClusterSpec.uniform(2, devices=2, bandwidth="200 Mbit/s", name="interleaved")
+    return cluster.with_rank_order(["node0", "node1", "node0", "node1"])
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[WorkerPool]:
+    with EmulatedLaunch(interleaved()) as launch, WorkerPool(4, launch) as pool:
+        yield pool
+
+
+def the_answer(pool: WorkerPool, **arguments: Any) -> dict[str, Any]:
+    """What all ranks found."""
+    answers = pool.run(survey_calls.survey, **arguments)
+    assert answers == [answers[0]] * pool.world_size
+    return answers[0]
+
+
+def check_rates(found: ClusterSpec, truth: ClusterSpec) -> None:
+    rows = link_rows(found, truth)
+    assert {f"{row['from']} > {row['to']}": row["deviation"] for row in rows} == {
+        f"{row['from']} > {row['to']}": pytest.approx(0, abs=TOLERANCE) for row in rows
+    }
+    assert found.rank_nodes == truth.rank_nodes
+
+
+def test_ranks_of_one_machine_are_one_node(pool: WorkerPool) -> None:
+    found = the_answer(pool)
+    assert (found["fault"], found["machines"]) == (None, 1)
+    assert found["seconds"] < 5
+    assert [node["devices"] for node in found["cluster"]["nodes"]] == [pool.world_size]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+def test_hosts_and_rates_of_two_nodes_are_found(two_nodes: WorkerPool) -> None:
+    found = the_answer(two_nodes)
+    cluster = ClusterSpec.from_dict(found["cluster"])
+    check_rates(cluster, interleaved())
+    assert len({node.address for node in cluster.nodes}) == 2
+    assert check_cluster(interleaved(), cluster) == []
+    assert (found["fault"], found["machines"]) == (None, 1)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+def test_without_time_only_hosts_are_found(two_nodes: WorkerPool) -> None:
+    found = the_answer(two_nodes, limit=0.5)
+    cluster = ClusterSpec.from_dict(found["cluster"])
+    assert "the limit is 0.5 s" in found["fault"]
+    assert (cluster.rank_nodes, cluster.measured) == ((0, 1, 0, 1), False)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+def test_a_rank_without_a_connection_is_told_to_all(two_nodes: WorkerPool) -> None:
+    answers = two_nodes.run(survey_calls.survey_without_connection)
+    assert answers == [answers[0]] * 4
+    assert answers[0]["fault"] == "rank 3: the network is down"
+    assert not ClusterSpec.from_dict(answers[0]["cluster"]).measured
+    assert the_answer(two_nodes)["fault"] is None
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+def test_a_rank_that_dies_does_not_hang_the_others(tmp_path: Path) -> None:
+    with (
+        EmulatedLaunch(ClusterSpec.uniform(3, bandwidth="200 Mbit/s")) as launch,
+        WorkerPool(3, launch, timeout=60) as pool,
+        suppress(WorkerError),
+    ):
+        pool.run(survey_calls.survey_with_death, directory=str(tmp_path))
+    deadline = time.monotonic() + 5
+    while len(found := sorted(tmp_path.glob("*.txt"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [path.name for path in found] == ["0.txt", "1.txt"]
+    assert all(float(path.read_text().split()[0]) < 20 for path in found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[*emulated, pytest.mark.slow]) for name in ("fat_node_star", "two_racks_2to1")],
+)
+def test_switches_and_racks_are_found(name: str) -> None:
+    truth = resolve_cluster(name).scaled(0.5)
+    with EmulatedLaunch(truth) as launch, WorkerPool(truth.world_size, launch) as pool:
+        found = the_answer(pool, limit=30.0)
+    check_rates(ClusterSpec.from_dict(found["cluster"]), truth)

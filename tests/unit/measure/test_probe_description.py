@@ -1,0 +1,108 @@
+"""Whether a described cluster fits a measured one."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster, shipped_clusters
+from lightning_autosync.measure.probe.description import check_cluster
+
+
+def star(*rates: str, devices: int = 1) -> ClusterSpec:
+    return ClusterSpec.star(rates, devices=devices)
+
+
+def in_order(cluster: ClusterSpec, *names: str) -> ClusterSpec:
+    return cluster.with_rank_order(names)
+
+
+@pytest.mark.parametrize("name", shipped_clusters())
+def test_every_cluster_fits_itself(name: str) -> None:
+    assert check_cluster(resolve_cluster(name), resolve_cluster(name)) == []
+
+
+def test_rates_that_are_near_fit() -> None:
+    assert check_cluster(star("100 Mbit/s", "100 Mbit/s"), star("80 Mbit/s", "120 Mbit/s")) == []
+
+
+def test_a_slow_node_is_named() -> None:
+    found = check_cluster(star(*["100 Mbit/s"] * 3), star("100 Mbit/s", "40 Mbit/s", "100 Mbit/s"))
+    assert found == [
+        "Node node1 sends to all others at 40 Mbit/s, but 100 Mbit/s by the description.",
+        "Node node1 receives from all others at 40 Mbit/s, but 100 Mbit/s by the description.",
+    ]
+
+
+def test_a_node_that_is_faster_than_described_is_named() -> None:
+    found = check_cluster(star(*["100 Mbit/s"] * 3), star("100 Mbit/s", "100 Mbit/s", "190 Mbit/s"))
+    assert [sentence.split(" at ")[0] for sentence in found] == [
+        "Node node2 sends to all others",
+        "Node node2 receives from all others",
+    ]
+
+
+def test_one_direction_is_named() -> None:
+    described = star(*["100 Mbit/s"] * 3)
+    links = [link.model_dump() for link in described.links]
+    links[0]["reverse_bandwidth"] = "10 Mbit/s"
+    seen = ClusterSpec.from_dict({**described.to_dict(), "links": links})
+    assert check_cluster(described, seen) == [
+        "Node node0 receives from all others at 10 Mbit/s, but 100 Mbit/s by the description."
+    ]
+
+
+def test_what_others_cannot_fill_does_not_count() -> None:
+    described = star("400 Mbit/s", *["100 Mbit/s"] * 3)
+    assert check_cluster(described, star("300 Mbit/s", *["100 Mbit/s"] * 3)) == []
+
+
+def test_a_slow_line_between_racks_is_named_once() -> None:
+    described, seen = (
+        ClusterSpec.racks(2, 4, bandwidth="400 Mbit/s", uplink=uplink) for uplink in ("1600 Mbit/s", "800 Mbit/s")
+    )
+    assert check_cluster(described, seen) == [
+        "Together, nodes node0, node1, node2, node3 send to all others at 800 Mbit/s, but 1600 Mbit/s by the "
+        "description.",
+        "Together, nodes node0, node1, node2, node3 receive from all others at 800 Mbit/s, but 1600 Mbit/s by the "
+        "description.",
+    ]
+
+
+def test_a_rack_that_is_not_described_is_named() -> None:
+    found = check_cluster(star(*["400 Mbit/s"] * 8), resolve_cluster("two_racks_2to1"))
+    assert "Together, nodes node0, node1, node2, node3 send to all others at 200 Mbit/s" in " ".join(found)
+
+
+def test_ranks_are_compared_and_not_the_order_of_nodes() -> None:
+    fast_first = in_order(star("300 Mbit/s", "100 Mbit/s", "100 Mbit/s"), "node2", "node0", "node1")
+    fast_second = star("100 Mbit/s", "300 Mbit/s", "100 Mbit/s")
+    assert check_cluster(fast_first, fast_second) == []
+
+
+def test_hosts_that_do_not_match_are_named_and_rates_are_not_compared() -> None:
+    described = star("100 Mbit/s", "100 Mbit/s", devices=2)
+    seen = in_order(star("10 Mbit/s", "10 Mbit/s", devices=2), "node0", "node1", "node0", "node1")
+    assert check_cluster(described, seen) == [
+        "Ranks 0, 1 are described on node node0, but run on node0 and node1.",
+        "Ranks 2, 3 are described on node node1, but run on node0 and node1.",
+        "Ranks 0, 2 run on host node0, but are described on node0 and node1.",
+        "Ranks 1, 3 run on host node1, but are described on node0 and node1.",
+    ]
+
+
+def test_another_number_of_ranks_is_named() -> None:
+    assert check_cluster(star("1 Mbit/s", "1 Mbit/s"), star(*["1 Mbit/s"] * 3)) == [
+        "The description has 2 ranks, but the job has 3."
+    ]
+
+
+def test_without_rates_hosts_are_compared() -> None:
+    unknown = ClusterSpec.uniform(2)
+    assert check_cluster(star("1 Mbit/s", "1 Mbit/s"), unknown) == []
+    assert check_cluster(unknown, star("1 Mbit/s", "1 Mbit/s")) == []
+    one = ClusterSpec.uniform(1, devices=2)
+    assert check_cluster(unknown, one) == ["Ranks 0, 1 run on host node0, but are described on node0 and node1."]
+
+
+def test_two_devices_of_a_node_share_its_link() -> None:
+    assert check_cluster(star("100 Mbit/s", "100 Mbit/s", devices=2), star("50 Mbit/s", "50 Mbit/s", devices=2))

@@ -1,0 +1,154 @@
+"""What a job's brief survey decides: one process stands for all, and ideal links for the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.measure.errors import LaunchError
+from lightning_autosync.measure.probe import quick
+from lightning_autosync.measure.probe.mesh_meter import MeshMeter
+from lightning_autosync.measure.probe.meter import Meter
+from lightning_autosync.measure.probe.quick import survey_job
+from lightning_autosync.measure.probe.survey import FairCluster, take_survey
+
+LATENCY = 30e-6
+ROUND = 0.1
+"""Seconds of the collectives around slots."""
+
+MakeMeter = Callable[..., "IdealMesh"]
+
+
+class IdealMesh(MeshMeter):
+    """Its flows are max-min fair, and its clock is what the slots take."""
+
+    cluster: ClusterSpec
+    now = 0.0
+    fault = ""
+
+    def elapsed(self) -> float:
+        return self.now
+
+    def _connect(self, flows):
+        self.slots: list[int] = []
+        if self.fault:
+            raise ExchangeError(self.fault)
+        return {}
+
+    def _agree(self, fault, keys, own):
+        self._elapsed = self.now
+        if fault:
+            raise LaunchError(f"rank 0: {fault}")
+        return dict.fromkeys(keys, 2 * LATENCY)
+
+    def _run_all(self, sets, factor):
+        self.slots.append(len(sets))
+        self.now += ROUND + sum(sum(self._times(flows, factor)) for flows in sets)
+        self._elapsed = self.now
+        fair = FairCluster(self.cluster)
+        return [dict(zip(sorted(flows), fair.rates(sorted(flows)), strict=True)) for flows in sets]
+
+    def pace(self, node):
+        self.now += 0.2
+        return self.cluster.links[node].bandwidth
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[MakeMeter]:
+    """Makes meters of clusters in a process group of this process alone."""
+
+    def make(cluster: ClusterSpec, limit: float = 10.0, fault: str = "") -> IdealMesh:
+        def start(self, head, window, timeout):
+            self._head, self._window, self._timeout = head, window, timeout
+            self.rank, self.transfers, self.machines = 0, 0, 1
+            self.nodes = [list(cluster.ranks_of(node)) for node in range(len(cluster.nodes))]
+            self.hosts = [node.name for node in cluster.nodes]
+            self.addresses = [f"10.0.0.{node}" for node in range(len(cluster.nodes))]
+
+        monkeypatch.setattr(Meter, "__init__", start)
+        meter = IdealMesh(60.0, limit)
+        meter.cluster, meter.fault = cluster, fault
+        monkeypatch.setattr(quick, "MeshMeter", lambda *_: meter)
+        return meter
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield make
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["two_nodes_of_four", "four_equal", "fat_node_star", "two_racks_2to1", "autosync_a_8"])
+def test_links_are_found_in_a_second_a_node(mesh: MakeMeter, name: str) -> None:
+    truth = resolve_cluster(name)
+    meter = mesh(truth)
+    found = survey_job(60.0)
+    assert found.fault is None
+    assert found.cluster.measured
+    assert found.cluster.rank_nodes == truth.rank_nodes
+    everybody = [(i, j) for i in range(len(truth.nodes)) for j in range(len(truth.nodes)) if i != j]
+    assert FairCluster(found.cluster).rates(everybody) == pytest.approx(FairCluster(truth).rates(everybody), rel=1e-3)
+    assert found.seconds == meter.now < len(truth.nodes)
+
+
+def test_opposite_sets_share_a_slot_and_nothing_is_measured_twice(mesh: MakeMeter) -> None:
+    meter = mesh(resolve_cluster("four_equal"))
+    with meter.connected():
+        take_survey(meter, 4, every_pair=None)
+        assert meter.slots[:2] == [1, 4]
+        slots = sum(meter.slots)
+        take_survey(meter, 4, every_pair=None)
+        assert sum(meter.slots) == slots
+
+
+def test_latencies_are_halves_of_round_trips(mesh: MakeMeter) -> None:
+    mesh(resolve_cluster("four_equal"))
+    assert [link.latency for link in survey_job(60.0).cluster.links] == pytest.approx([LATENCY / 2] * 4, rel=1e-3)
+
+
+def test_one_node_is_not_measured(mesh: MakeMeter) -> None:
+    meter = mesh(resolve_cluster("one_node"))
+    found = survey_job(60.0)
+    assert (found.fault, found.cluster.links, meter.now) == (None, (), 0.0)
+    assert [node.devices for node in found.cluster.nodes] == [2]
+
+
+def test_too_many_nodes_are_told_before_anything_is_measured(mesh: MakeMeter) -> None:
+    meter = mesh(ClusterSpec.uniform(64, bandwidth="1 Gbit/s"))
+    found = survey_job(60.0)
+    assert found.fault == "links of 64 nodes take 13.3 s or more to measure, the limit is 10 s"
+    assert not found.cluster.measured
+    assert found.cluster.world_size == 64
+    assert meter.now == 0.0
+
+
+def test_slow_links_are_told_as_soon_as_they_are_known(mesh: MakeMeter) -> None:
+    meter = mesh(ClusterSpec.uniform(4, bandwidth="1 Mbit/s"))
+    found = survey_job(60.0)
+    assert "links of 4 nodes take" in found.fault
+    assert not found.cluster.measured
+    assert meter.now < 1.0
+
+
+def test_a_fault_of_a_rank_leaves_the_hosts(mesh: MakeMeter) -> None:
+    mesh(resolve_cluster("four_equal"), fault="rank 1 cannot be reached")
+    found = survey_job(60.0)
+    assert found.fault == "rank 0: rank 1 cannot be reached"
+    assert [node.address for node in found.cluster.nodes] == [f"10.0.0.{node}" for node in range(4)]
+
+
+def test_what_only_confirms_is_left_out_where_time_is_short(mesh: MakeMeter) -> None:
+    meter = mesh(resolve_cluster("two_racks_2to1"), limit=2.9)
+    found = survey_job(60.0)
+    assert found.fault is None
+    assert meter.now < 2.9
+    assert len(found.cluster.switches) == 2
+
+
+def test_what_is_needed_for_racks_is_not_left_out(mesh: MakeMeter) -> None:
+    meter = mesh(resolve_cluster("two_racks_2to1"), limit=2.5)
+    found = survey_job(60.0)
+    assert found.fault is not None
+    assert meter.now < 2.5
