@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_autosync.strategy.autoddl_lightning import AutoDDLStrategy
     from lightning_autosync.strategy.fabric import AutoSyncFabricStrategy
     from lightning_autosync.strategy.lightning import AutoSyncStrategy
+    from lightning_autosync.strategy.tuning.settings import TuningSettings
     from lightning_autosync.workload import Workload
 
     __version__: str
@@ -30,6 +31,7 @@ _HOMES = {
     "ClusterSpec": "cluster",
     "HybridPlan": "hybrid",
     "SyncPlan": "plan",
+    "TuningSettings": "strategy.tuning.settings",
     "Workload": "workload",
     "builders": "plan",
 }
@@ -41,6 +43,7 @@ __all__ = [
     "ClusterSpec",
     "HybridPlan",
     "SyncPlan",
+    "TuningSettings",
     "Workload",
     "__version__",
     "builders",

@@ -27,6 +27,7 @@ RANK_VARIABLES = (
 POOLS = ("pool", "duo", "quartet|pair")
 """Fixtures of processes that are shared by tests of many files."""
 
+os.environ["LIGHTNING_AUTOSYNC_CACHE"] = ""  # no test finds or leaves plans in the user's cache
 torch.set_num_threads(1)  # tensors here are small, and tests' own workers want the other cores
 
 

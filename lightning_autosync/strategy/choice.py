@@ -24,6 +24,7 @@ def choose_plan(
     bucket_bytes: int | None = None,
     shares_cores: bool = False,
     sharing_fault: str = "",
+    accelerated: bool = False,
 ) -> tuple[SyncPlan, str]:
     """Choose an exact plan; returns it with one sentence that gives the reason.
 
@@ -34,6 +35,8 @@ def choose_plan(
         bucket_bytes: bytes of a fused message; None for the builders' own size.
         shares_cores: whether the ranks of a node compute on the cores that move its messages.
         sharing_fault: reason why the ranks of a node cannot share memory; empty if they can.
+        accelerated: whether gradients are on accelerators. Other methods than the backend's all-reduce have not been
+            measured there, so none of them is chosen.
     """
     sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     fused = serve_rows(builders.all_reduce(workload, cluster, **sizes), workload)
@@ -50,6 +53,8 @@ def choose_plan(
         return serve_rows(large, workload), (
             f"large native all-reduces, because all ranks run on one machine but cannot share memory: {sharing_fault}"
         )
+    if accelerated:
+        return fused, "fused native all-reduce, because no other method has been measured on accelerators"
     if not known:
         return fused, "fused native all-reduce, because no cluster is described"
     if not cluster.measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,17 @@ from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_ten
 from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck, difference, warn_of_shortened
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan import Schedule, SyncPlan
+from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.tuning.drift import DriftWatch
+from lightning_autosync.strategy.tuning.live import LiveTuner
+from lightning_autosync.strategy.tuning.preparation import Preparation, prepare, remember
+from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
+from lightning_autosync.strategy.tuning.report import TrialReport, TuningReport
 from lightning_autosync.workload import shared_buffers, shared_parameters, shortened_rows, variable_names
 
 _CALM = 100
@@ -40,6 +46,7 @@ class ExactReplica(Replica):
         devices: number of ranks per node.
         group: process group of all ranks; None is the default group.
         watched: whether the strategy has a `FailureDetector` open.
+        links: links of the job, if another replica has found them.
 
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
@@ -54,6 +61,7 @@ class ExactReplica(Replica):
         devices: int,
         group: dist.ProcessGroup | None = None,
         watched: bool = False,
+        links: JobLinks | None = None,
     ) -> None:
         self._module = module
         self._watched = watched
@@ -64,6 +72,12 @@ class ExactReplica(Replica):
         self._planned: dict[str, nn.Parameter] = {}
         self._compared: dict[str, nn.Parameter] = {}
         self._frozen: dict[str, nn.Parameter] = {}
+        self._links = links
+        self._preparation: Preparation | None = None
+        self._tuner: LiveTuner | None = None
+        self._changes = 0
+        self._trials: list[TrialReport] = []
+        self._tuned = "off"
         self._resolution = self._resolve()
         broadcast_tensors(_initial_state(module, settings.initial_buffers), group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
@@ -71,7 +85,8 @@ class ExactReplica(Replica):
         self._agreed = self._watch.digest()
         self._comparing, self._calm = False, 0
         self._check = ReplicaCheck(settings.check_replicas, group) if settings.check_replicas else None
-        self._engine: Engine | None = self._start()
+        self._engine: Engine | None = None
+        self._engine = self._start()
 
     @classmethod
     def for_trainer(
@@ -96,6 +111,23 @@ class ExactReplica(Replica):
     def engine(self) -> Engine | None:
         """The engine; None after `close`."""
         return self._engine
+
+    @property
+    def links(self) -> JobLinks | None:
+        """The links of the job; None if they were not needed."""
+        return self._links
+
+    def report(self) -> TuningReport:
+        """What was chosen and tried so far, and why."""
+        tuner = self._tuner
+        return TuningReport(
+            plan=self.plan.fingerprint,
+            reason=self._resolution.reason,
+            links="" if self._links is None else self._links.describe(),
+            candidates=[(each.name, each.predicted) for each in self._resolution.alternatives],
+            trials=self._trials if tuner is None else [*self._trials, *tuner.trials],
+            tuning=self._tuned if tuner is None else tuner.state,
+        )
 
     @property
     def enabled(self) -> bool:
@@ -199,14 +231,29 @@ class ExactReplica(Replica):
         """Stop synchronizing; the state of compressors is kept for `gather_state`."""
         if self._engine is None:
             return
+        if self._tuner is not None:
+            self._trials += self._tuner.trials
+            self._tuned = self._tuner.state
+            self._tuner.close()
+            self._tuner = None
         self._memory = self._engine.state_dict()
         self._engine.close()
         self._engine = None
 
-    def _check_weights(self) -> None:
-        # Counted by backward passes, because all ranks make equally many of them, unlike forward passes.
+    def _end_pass(self) -> None:
+        # Weights are compared after a number of backward passes, because all ranks make equally many of them, unlike
+        # forward passes.
         if self._check is not None:
             self._check.count(self._compared, self._frozen)
+        if self._tuner is None:
+            return
+        ended = self._tuner.ended
+        if reason := self._tuner.after_pass():
+            self._measure_again(reason)
+        elif self._tuner.ended and not ended and dist.get_rank(self._group) == 0:
+            assert self._preparation is not None
+            assert self._settings.tuning is not None
+            remember(self._preparation, self._tuner, self._settings.tuning.cache)
 
     def _begin_pass(self) -> None:
         """Compare parameters at the first gradient of a pass, where no `backward` did so before the pass.
@@ -294,9 +341,43 @@ class ExactReplica(Replica):
         self._engine.enabled, self._engine.loss_scale = enabled, scale
         warn_left_out(self._engine.load_state_dict(self._memory), "parameters changed, so a new plan was made")
 
+    def _prepare(self) -> Preparation | None:
+        """Find links and plans, if the user gave no plan and links matter; collective."""
+        settings, tuning = self._settings, self._settings.tuning
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self._module.parameters())
+        nodes = self._shape[0] if settings.cluster is None else len(settings.cluster.nodes)
+        if tuning is None or settings.plan is not None or not on_cpu or nodes == 1:
+            return None
+        if settings.cluster is None and not tuning.probe:
+            return None
+        also = set(self._planned.values())
+        found = prepare(settings, self._module, *self._shape, self._group, also, self._links)
+        if found.on_one_host:
+            self._shape = 1, found.links.cluster.world_size  # the nodes of this job are one machine
+            return None
+        self._links = found.links
+        return found
+
+    def _measure_again(self, reason: str) -> None:
+        """Measure the links again; if they have changed, plan for them."""
+        tuning = self._settings.tuning
+        assert tuning is not None
+        assert self._links is not None
+        found = find_links(None, tuning.probe, self._settings.timeout)
+        changes = [] if found.fault else changed_links(self._links.cluster, found.cluster)
+        rank_zero_info(
+            f"AutoSync: links were measured again, because {reason}; "
+            + ("; ".join(changes) or found.fault or "they have not changed")
+        )
+        if changes:
+            self._links, self._changes = found, self._changes + 1
+            self._plan_anew()
+
     def _resolve(self) -> Resolution:
-        return resolve_together(
-            self._settings,
+        self._preparation = found = self._prepare()
+        settings = self._settings if found is None else replace(self._settings, cluster=found.links.cluster)
+        resolution = resolve_together(
+            settings,
             self._module,
             *self._shape,
             self._group,
@@ -304,7 +385,11 @@ class ExactReplica(Replica):
             two_level_collectives=self._group is None and dist.get_backend() == "nccl",
             unshared=memory_fault(self._module, *self._shape, self._group),
             also=set(self._planned.values()),
+            proposals=None if found is None else found.proposals,
         )
+        if found is None or not found.links.fault:
+            return resolution
+        return replace(resolution, reason=f"{resolution.reason}: {found.links.fault}")
 
     def _choose_compared(self) -> None:
         """Choose the parameters whose weights are compared: those in the plan, and, more rarely, the frozen ones."""
@@ -326,18 +411,51 @@ class ExactReplica(Replica):
             f"{counted(found.plan.world_size, 'rank')}, {counted(len(found.plan.groups), 'message')}, "
             f"{found.workload.bytes / 1e6:.3g} MB): {found.reason}"
         )
+        engine = self._open(self.schedule)
+        if found.alternatives and self._group is None:
+            assert self._settings.tuning is not None
+            assert self._preparation is not None
+            self._tuner = LiveTuner(
+                found.alternatives,
+                engine,
+                self._open_alternative,
+                self._use,
+                self._settings.tuning,
+                self._group,
+                DriftWatch(self._changes, self._preparation.remembered),
+            )
+        return engine
+
+    def _open(self, schedule: Schedule) -> Engine:
         engine = Engine(
             list(self._planned.items()),
-            self.schedule,
+            schedule,
             group=self._group,
-            cluster=found.cluster,
+            cluster=self._resolution.cluster,
             timeout=self._settings.timeout,
             gradient_as_bucket_view=self._settings.gradient_as_bucket_view,
             static_graph=self._settings.static_graph,
             watched=self._watched,
         )
-        engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._check_weights
+        engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._end_pass
         return engine
+
+    def _open_alternative(self, index: int) -> Engine:
+        """An engine for one of the plans that may be tried; collective."""
+        found = self._resolution
+        return self._open(compile_plan(found.alternatives[index].plan, found.workload, found.cluster))
+
+    def _use(self, index: int, engine: Engine) -> None:
+        """Let the engine of one of the plans synchronize the following passes."""
+        present = self._engine
+        if present is None or present is engine:
+            return
+        engine.enabled, engine.loss_scale = present.enabled, present.loss_scale
+        present.enabled = False
+        self._engine = engine
+        self._resolution = replace(
+            self._resolution, plan=self._resolution.alternatives[index].plan, schedule=engine.schedule
+        )
 
 
 def _initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:

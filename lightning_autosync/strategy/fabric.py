@@ -32,6 +32,8 @@ from lightning_autosync.strategy.settings import (
     names_class,
     read_settings,
 )
+from lightning_autosync.strategy.tuning.report import TuningReport
+from lightning_autosync.strategy.tuning.settings import TuningArgument
 
 
 class FabricModule(SynchronizedModule):
@@ -72,6 +74,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         cluster: ClusterArgument = None,
         scheduling: Scheduling = "batch",
         *,
+        tuning: TuningArgument = "auto",
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         forward_sync_buffers: bool | None = None,
@@ -115,9 +118,14 @@ class AutoSyncFabricStrategy(DDPStrategy):
         # Each module has its own group, because ranks may complete messages of two modules in different orders.
         # A group takes the backend's own time-out unless it is told one.
         group = dist.new_group(timeout=timedelta(seconds=self._settings.timeout)) if self._replicas else None
-        replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, watched=True)
+        links = self._replicas[0].links if self._replicas else None
+        replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, True, links)
         self._replicas.append(replica)
         return FabricModule(module, replica, getattr(self.precision, "scaler", None))
+
+    def report(self) -> list[TuningReport]:
+        """For each module that is set up: how its gradients are synchronized, why, and which plans were tried."""
+        return [replica.report() for replica in self._replicas]
 
     def _forget(self, module: nn.Module) -> None:
         """Close the engine of a module that is set up again, so that its gradients are not exchanged twice."""

@@ -42,6 +42,8 @@ from lightning_autosync.strategy.trainer import (
     put_first,
     skip_signal_broadcast,
 )
+from lightning_autosync.strategy.tuning.report import TuningReport
+from lightning_autosync.strategy.tuning.settings import TuningArgument
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -62,9 +64,12 @@ class AutoSyncMixin(_Base):
         semantics: how far the plan may change the mathematics of training: ``exact`` (default), ``compressed`` or
             ``relaxed``. A plan that goes further is refused.
         cluster: nodes and links of the job: a `ClusterSpec`, the path of its file, or the name of a shipped cluster.
-            None (default): unknown.
+            None or ``auto`` (default): unknown, so links are measured before training.
         scheduling: ``batch`` (default) runs ranks that compute on CPUs under Linux's SCHED_BATCH, so that small
             messages wait less where ranks share cores. None keeps the system's scheduling.
+        tuning: how a job on several nodes that gives no plan finds one. ``auto`` (default): it measures links if no
+            cluster is given, searches by simulation, and then tries plans on training steps. `TuningSettings` sets its
+            limits. ``off``: the plan follows from the cluster alone.
         bucket_cap_mb: size of a fused message in MiB. None (default): the builder's own size.
         broadcast_buffers: whether all ranks get rank 0's buffers, at the start and before forward passes. None
             (default) means True.
@@ -98,6 +103,7 @@ class AutoSyncMixin(_Base):
         cluster: ClusterArgument = None,
         scheduling: Scheduling = "batch",
         *,
+        tuning: TuningArgument = "auto",
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         forward_sync_buffers: bool | None = None,
@@ -143,6 +149,10 @@ class AutoSyncMixin(_Base):
     def engine(self) -> Engine | None:
         """The running engine; None before training is set up and after it is torn down."""
         return self._replica.engine if self._replica is not None else None
+
+    def report(self) -> TuningReport | None:
+        """How gradients are synchronized, why, and which plans were tried; None if replicas are not synchronous."""
+        return self._replica.report() if isinstance(self._replica, ExactReplica) else None
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.settings import StrategySettings, check_semantics, reason_of_given
+from lightning_autosync.strategy.tuning.live import Alternative
+from lightning_autosync.strategy.tuning.proposals import Proposals
 from lightning_autosync.workload import Workload, describe, variable_names
 from lightning_autosync.workload.description import EMBEDDINGS, parameter_owners
 
@@ -26,13 +28,23 @@ LARGE_TABLE = 4096
 
 @dataclass(frozen=True)
 class Resolution:
-    """The result for one module. ``schedule`` is None if the plan has none; ``reason`` says why the plan was chosen."""
+    """The result for one module.
+
+    Attributes:
+        workload: its parameters.
+        cluster: the nodes and links of the job.
+        plan: the plan.
+        schedule: the compiled plan; None if the plan has none.
+        reason: why the plan was chosen.
+        alternatives: plans that may be tried while training, the first of which is ``plan``; empty if none may.
+    """
 
     workload: Workload
     cluster: ClusterSpec
     plan: SyncPlan
     schedule: Schedule | None
     reason: str
+    alternatives: Sequence[Alternative] = ()
 
 
 def resolve_together(
@@ -65,6 +77,7 @@ def resolve(
     two_level_collectives: bool = False,
     unshared: str = "",
     also: Container[nn.Parameter] = (),
+    proposals: Proposals | None = None,
 ) -> Resolution:
     """Find the plan for a module and compile it, the same on every rank.
 
@@ -76,6 +89,7 @@ def resolve(
         two_level_collectives: as for `compile_plan`.
         unshared: reason why the ranks cannot share memory; see `memory_fault`.
         also: frozen parameters that the plan also covers, because they train at other times.
+        proposals: plans that the search found, if there was one.
 
     Raises:
         DocumentError: (or a subclass) plan, model, cluster and job do not fit each other.
@@ -84,19 +98,38 @@ def resolve(
         raise settings.error
     _check_memory(module)
     cluster = _cluster(settings, nodes, devices)
-    workload = describe(module, also=also)
+    alternatives: Sequence[Alternative] = ()
     if isinstance(settings.plan, SyncPlan):
         plan, reason = settings.plan, reason_of_given(settings.source)
-        workload = _by_rows(workload, large_tables(module, also) & _alone(plan))
+        workload = _by_rows(describe(module, also=also), large_tables(module, also) & _alone(plan))
     else:
-        workload = _by_rows(workload, large_tables(module, also))
-        on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
-        plan, reason = _make_plan(settings, workload, cluster, on_cpu, unshared)
+        workload = describe_by_rows(module, also)
+        if proposals is not None:
+            alternatives, plan, reason = proposals.plans, proposals.plans[0].plan, proposals.reason
+        else:
+            on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+            plan, reason = _make_plan(settings, workload, cluster, on_cpu, unshared)
         check_semantics(plan.semantics, settings.semantics, settings.source)
     schedule = None
     if plan.has_schedule:
         schedule = compile_plan(plan, workload, cluster, settings.source, two_level_collectives)
-    return Resolution(workload, cluster, plan, schedule, reason)
+    return Resolution(workload, cluster, plan, schedule, reason, alternatives)
+
+
+def checked_workload(
+    settings: StrategySettings, module: nn.Module, nodes: int, devices: int, also: Container[nn.Parameter]
+) -> Workload:
+    """The workload of a module, after the checks of `resolve`, whose errors this raises too."""
+    if settings.error is not None:
+        raise settings.error
+    _check_memory(module)
+    _cluster(settings, nodes, devices)
+    return describe_by_rows(module, also)
+
+
+def describe_by_rows(module: nn.Module, also: Container[nn.Parameter] = ()) -> Workload:
+    """The workload of a module, with large dense embeddings as row-sparse variables."""
+    return _by_rows(describe(module, also=also), large_tables(module, also))
 
 
 def memory_fault(module: nn.Module, nodes: int, devices: int, group: dist.ProcessGroup | None = None) -> str:
@@ -145,7 +178,7 @@ def _make_plan(
 ) -> tuple[SyncPlan, str]:
     if settings.plan is None:
         known = settings.cluster is not None
-        return choose_plan(workload, cluster, known, settings.bucket_bytes, on_cpu, unshared)
+        return choose_plan(workload, cluster, known, settings.bucket_bytes, on_cpu, unshared, not on_cpu)
     assert isinstance(settings.plan, str)
     sizes: dict[str, Any] = {} if settings.bucket_bytes is None else {"bucket_bytes": settings.bucket_bytes}
     return builders.build(settings.plan, workload, cluster, **sizes), f"by {settings.source}"

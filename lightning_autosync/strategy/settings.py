@@ -16,6 +16,7 @@ from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.hybrid.plan import is_hybrid
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
 from lightning_autosync.relaxed.transport.heartbeat import STALL, HeartbeatSettings, read_heartbeat, read_seconds
+from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class StrategySettings:
         timeout: seconds to wait for other ranks.
         heartbeat: settings for the loss of silent ranks, under a plan without a schedule.
         stall: seconds without progress after which the average of a group fails.
+        tuning: how the job finds its links and its plan, where the user gives no plan; None: by the cluster alone.
         error: fault of a file, raised when all ranks are there; None if there is none.
     """
 
@@ -107,6 +109,7 @@ class StrategySettings:
     timeout: float = DEFAULT_TIMEOUT.total_seconds()
     heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
     stall: float = STALL
+    tuning: TuningSettings | None = None
     error: DocumentError | None = None
 
     @property
@@ -182,6 +185,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         timeout=(launch["timeout"] or DEFAULT_TIMEOUT).total_seconds(),
         heartbeat=read_heartbeat(arguments.get("heartbeat")),
         stall=STALL if stall is None else read_seconds("stall", stall),
+        tuning=read_tuning(arguments.get("tuning", "off")),
     )
     try:
         found, source = _read_plan(arguments["plan"])
@@ -189,11 +193,13 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
             check_semantics(found.semantics, semantics, source)
         elif found in builders.relaxed_names():
             check_semantics("relaxed", semantics, source)
-        where = None if arguments["cluster"] is None else resolve_cluster(arguments["cluster"])
+        where = None if arguments["cluster"] in (None, "auto") else resolve_cluster(arguments["cluster"])
     except DocumentError as error:
         if not _is_launched():
             raise
         return replace(settings, error=error), launch
+    if found is not None and isinstance(arguments.get("tuning"), TuningSettings):
+        raise ValueError("tuning: it has no effect with a plan; remove one of the two arguments")
     size = _bucket_bytes(arguments["bucket_cap_mb"], found)
     settings = replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size)
     needless = [name for name in _RELAXED_ONLY if arguments.get(name) is not None]

@@ -229,7 +229,7 @@ def _strategy(job: RankTraining) -> Strategy:
         if sync.strategy == "ddp":
             return DDPStrategy(**common, **sync.arguments)
         plan = sync.plan if job.plan is None else PlanOfFile(job.plan, str(sync.plan))
-        return AutoSyncStrategy(plan, sync.semantics, job.cluster, **common, **sync.arguments)
+        return AutoSyncStrategy(plan, sync.semantics, **{"cluster": job.cluster, **common, **sync.arguments})
     except (TypeError, ValueError) as error:
         if isinstance(error, DocumentError):
             raise

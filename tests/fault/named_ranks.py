@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, TuningSettings, builders
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.strategy import resolution
 from lightning_autosync.strategy.resolution import resolve
 from lightning_autosync.workload import describe
 
-STRUCK = 3
-"""Steps after which the victim meets its fault."""
+STRUCK, STRUCK_IN_TRIAL = 3, 10
+"""Steps after which the victim meets its fault, the second for jobs that try plans."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "native": ("all_reduce", {"topology": "native"}),
     "two-level native": ("hierarchical", {"topology": "hierarchical"}),
@@ -36,6 +36,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "parameter server": ("ps", {"topology": "native"}),
     "parameter server, star": ("ps", {"topology": "star"}),
 }
+TUNING = "tuning"
+"""A job that chooses its plan and tries others. With these settings it tries one in the step of the fault."""
+TUNES = TuningSettings(probe=0, search=0.5, warm_up=1, passes=8, cache=None)
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 
@@ -72,7 +75,7 @@ class Job:
         self.fate, self.where = fate, where
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        if index == STRUCK:
+        if index == (STRUCK_IN_TRIAL if self.trainer.strategy.report().tuning != "off" else STRUCK):
             self.fate.strike()
             if self.where != "training":
                 ask_all(self.trainer.strategy, self.where)
@@ -149,7 +152,10 @@ def fit(package: str, job: Callable[[type], Any], size: int, **options: Any) -> 
     module = job(base)
     if "kind" in options:
         kind = options.pop("kind")
-        options |= {"plan": plan_of(kind, module, size), "cluster": cluster_of(kind, size)}
+        if kind == TUNING:
+            options |= {"cluster": ClusterSpec.uniform(size, bandwidth="1 Gbit/s"), "tuning": TUNES}
+        else:
+            options |= {"plan": plan_of(kind, module, size), "cluster": cluster_of(kind, size)}
     trainer = trainer_class(
         accelerator="cpu",
         devices=size,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from crew import Crew
-from named_ranks import KINDS
+from named_ranks import KINDS, TUNING
 from ports import free_port
 
 VICTIM = 1
@@ -55,6 +55,13 @@ def check(found: list[Any], how: str, victim: int = VICTIM) -> None:
 )
 def test_every_survivor_names_the_rank(kind: str, how: str) -> None:
     check(survivors(how, size=4 if kind == "two-level native" else 3, kind=kind), how)
+
+
+@pytest.mark.parametrize(
+    "how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("stop", "stuck", "exception", "term"))]
+)
+def test_every_survivor_names_the_rank_while_plans_are_tried(how: str) -> None:
+    check(survivors(how, kind=TUNING), how)
 
 
 @pytest.mark.slow

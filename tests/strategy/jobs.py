@@ -499,7 +499,7 @@ def _adapters_under_fabric(strategy: Any) -> nn.Module:
 def adapters(fabric: bool, static_graph: bool) -> dict[str, Any]:
     """How far trained adapters in reentrant checkpoints end from DDP's, and the exchanges in eight steps."""
     options = {"static_graph": static_graph}
-    with mock.patch.object(ExactReplica, "_check_weights") as passed:
+    with mock.patch.object(ExactReplica, "_end_pass") as passed:
         if fabric:
             ours = _adapters_under_fabric(AutoSyncFabricStrategy(**options))
         else:

@@ -125,3 +125,11 @@ def test_a_given_plan_decides_which_tables_travel_by_rows() -> None:
     given = plan.model_copy(update={"groups": (*alone, together)})
     found = resolve(StrategySettings(plan=given), module, 2, 1).workload
     assert {v.name for v in found.variables if v.kind == "row_sparse"} == {"large.weight"}
+
+
+def test_on_accelerators_only_the_backend_is_chosen() -> None:
+    star = ClusterSpec.star(bandwidths=["400 Mbit/s", "100 Mbit/s", "100 Mbit/s", "100 Mbit/s"])
+    assert choose_plan(WORKLOAD, star, known=True)[0].groups[0].topology != "native"
+    plan, reason = choose_plan(WORKLOAD, star, known=True, accelerated=True)
+    assert {group.topology for group in plan.groups} == {"native"}
+    assert "measured on accelerators" in reason

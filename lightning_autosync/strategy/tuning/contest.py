@@ -1,0 +1,94 @@
+"""The comparison of two plans on the passes of a training job, which both synchronize in turn."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+TURNS = (False, True, True, False)
+"""Whose turn a pass is, repeatedly: the present plan, the candidate twice, the present plan. A slow drift of the
+machines then affects both alike."""
+LEAST_GAIN = 0.01
+"""Share of a pass that a candidate has to gain to replace the present plan."""
+GIVE_UP = 1.5
+"""A candidate is given up after two passes that take this multiple of the present plan's median."""
+EARLY = 4
+"""Passes of each plan after which a clear difference decides."""
+_CLEAR = 3.0
+"""Standard errors of a clear difference."""
+_CONSISTENT = 1.4826
+"""Standard deviation of a normal distribution, in median absolute deviations."""
+_OF_MEDIAN = 1.2533
+"""Standard error of the median of normally distributed numbers, in standard errors of their mean."""
+
+
+class Contest:
+    """Decides between the present plan and a candidate, from the times of passes.
+
+    Args:
+        most: maximum number of passes of each plan.
+        known: seconds of passes of the present plan, made before the contest; used to give up a slow candidate.
+
+    Attributes:
+        accepted: whether the candidate is faster; None until that is decided.
+    """
+
+    def __init__(self, most: int, known: Sequence[float]) -> None:
+        self._most = most
+        self._known = statistics.median(known)
+        self._own: list[float] = []
+        self._candidate: list[float] = []
+        self.accepted: bool | None = None
+
+    def record(self, candidate: bool, seconds: float) -> None:
+        """Add the time of a pass; passes after the decision are ignored."""
+        if self.accepted is not None:
+            return
+        (self._candidate if candidate else self._own).append(seconds)
+        self.accepted = self._decide()
+
+    @property
+    def ratio(self) -> float:
+        """Median seconds of the candidate's passes, relative to those of the present plan."""
+        return statistics.median(self._candidate) / statistics.median(self._own or [self._known])
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Passes of the present plan and of the candidate."""
+        return len(self._own), len(self._candidate)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Median seconds of passes of the present plan and of the candidate."""
+        return statistics.median(self._own or [self._known]), statistics.median(self._candidate)
+
+    @property
+    def lost(self) -> float:
+        """Seconds that the candidate's passes took beyond those of the present plan."""
+        usual = self.seconds[0]
+        return sum(max(0.0, each - usual) for each in self._candidate)
+
+    def _decide(self) -> bool | None:
+        own, candidate = len(self._own), len(self._candidate)
+        if candidate >= 2 and min(self._candidate) > GIVE_UP * self._known:
+            return False
+        if min(own, candidate) < EARLY:
+            return None
+        ratio, error = self.ratio, self._error()
+        if ratio < 1 - LEAST_GAIN - _CLEAR * error:
+            return True
+        if ratio > 1 - LEAST_GAIN + _CLEAR * error:
+            return False
+        return ratio < 1 - LEAST_GAIN if min(own, candidate) >= self._most else None
+
+    def _error(self) -> float:
+        """Standard error of the ratio."""
+        return self.ratio * math.hypot(*(_relative_error(each) for each in (self._own, self._candidate)))
+
+
+def _relative_error(seconds: Sequence[float]) -> float:
+    """Standard error of the median of ``seconds``, relative to it."""
+    median = statistics.median(seconds)
+    deviation = _CONSISTENT * statistics.median(abs(each - median) for each in seconds)
+    return _OF_MEDIAN * deviation / median / math.sqrt(len(seconds))

@@ -1,0 +1,81 @@
+"""Notices that links have become slower or faster, from the times of passes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from lightning_autosync.strategy.tuning.pass_times import PassTimes
+
+WINDOW = 5
+"""Passes of which ranks agree on the median. Ranks exchange a message per window, not per pass."""
+CHANGED = 0.1
+"""Relative change of a pass that counts, if computation does not explain it."""
+UNLIKE = 0.25
+"""Relative difference from the step time of an earlier job up to which its links are taken for those of this job."""
+LEAST_CHANGE = 0.005
+"""Seconds of such a change. Smaller ones are noise, and would not repay the seconds of a measurement."""
+_CONFIRMED = 2
+"""Windows in a row that have to show a change. The number doubles with each change that the links do not explain."""
+_SPOT = 10
+"""Windows until links are measured again after a change. The number doubles each time."""
+
+
+class DriftWatch:
+    """Compares windows of passes with those right after tuning.
+
+    All ranks give it the same times, so all decide alike.
+
+    Args:
+        changes: number of earlier changes of the links in this job. After one, the plan may avoid a slow link, so
+            passes do not show that it has recovered: links are then measured again from time to time.
+        remembered: seconds of a pass in the earlier job whose plan is used; None without one. If passes take much
+            longer now, its rates do not hold.
+    """
+
+    def __init__(self, changes: int = 0, remembered: float | None = None) -> None:
+        self._remembered = remembered
+        self._first: list[PassTimes] = []
+        self._usual: PassTimes | None = None
+        self._confirmed = _CONFIRMED
+        self._strikes = 0
+        self._windows = 0
+        self._spot = _SPOT if changes else 0
+
+    def record(self, window: PassTimes) -> str:
+        """Record the medians of a window; returns why links should be measured again, empty if they need not."""
+        self._windows += 1
+        if self._usual is None:
+            self._first.append(window)
+            if len(self._first) == _CONFIRMED:
+                self._usual = median_times(self._first)
+                return self._compare_with_memory(self._usual.period)
+            return ""
+        change = window.period - self._usual.period - (window.compute - self._usual.compute)
+        relative = change / self._usual.period
+        counts = abs(relative) > CHANGED and abs(change) > LEAST_CHANGE
+        self._strikes = self._strikes + 1 if counts else 0
+        if self._strikes == self._confirmed:
+            # If the links have changed, a new watch begins. Otherwise this is the new usual time.
+            self._usual, self._first, self._strikes = None, [], 0
+            self._confirmed *= 2
+            return f"steps wait {abs(relative):.0%} {'longer' if relative > 0 else 'less'} than before"
+        if self._spot and self._windows >= self._spot:
+            self._windows, self._spot = 0, 2 * self._spot
+            return "links changed before in this job"
+        return ""
+
+    def _compare_with_memory(self, period: float) -> str:
+        remembered, self._remembered = self._remembered, None
+        if remembered is None or abs(period - remembered) < max(UNLIKE * remembered, LEAST_CHANGE):
+            return ""
+        return f"a step takes {period:.3g} s, and {remembered:.3g} s in the job whose plan is used"
+
+
+def median_times(times: Sequence[PassTimes]) -> PassTimes:
+    """Medians of several passes or windows."""
+    return PassTimes(
+        statistics.median(each.period for each in times),
+        statistics.median(each.compute for each in times),
+        statistics.median(each.wait for each in times),
+    )

@@ -1,0 +1,220 @@
+"""`LiveTuner`: tries plans on the passes of a running job, and keeps the fastest."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_autosync.documents import counted
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.strategy.tuning.drift import WINDOW, DriftWatch, median_times
+from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, OwnTimes, PassTimes
+from lightning_autosync.strategy.tuning.report import TrialReport
+from lightning_autosync.strategy.tuning.settings import TuningSettings
+from lightning_autosync.strategy.tuning.tuner import Candidate, Trial, Tuner
+
+LARGEST_RATIO = 1.1
+"""Predicted time of a plan, relative to the first one, up to which it may be tried."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that could synchronize the job.
+
+    Attributes:
+        plan: the plan.
+        name: name for people.
+        predicted: predicted seconds of its synchronization.
+        native: whether it is the plan of DDP.
+    """
+
+    plan: SyncPlan
+    name: str
+    predicted: float
+    native: bool = False
+
+
+class LiveTuner:
+    """Runs the tuner of one job: it measures passes, opens the engines of candidates and switches between them.
+
+    The engine of the present plan stays open beside the candidate's, so that a switch costs nothing. Both have buffers
+    for all gradients, but only one of them synchronizes a pass. After tuning, it watches whether links change.
+
+    Args:
+        alternatives: the plans; the first one is in use.
+        engine: the engine of the first plan.
+        start: makes an engine for one of the plans; collective.
+        use: lets the engine of one of the plans synchronize the following passes.
+        settings: settings of the tuning.
+        group: the ranks; None is the default group.
+        drift: watches whether links change after tuning.
+
+    Attributes:
+        passes: number of synchronized passes so far.
+    """
+
+    def __init__(
+        self,
+        alternatives: Sequence[Alternative],
+        engine: Engine,
+        start: Callable[[int], Engine],
+        use: Callable[[int, Engine], None],
+        settings: TuningSettings,
+        group: dist.ProcessGroup | None,
+        drift: DriftWatch,
+    ) -> None:
+        self._alternatives = alternatives
+        self._engines = {0: engine}
+        self._start, self._use = start, use
+        self._own, self._times = OwnTimes(), AgreedTimes(group)
+        candidates = [Candidate(each.name, each.predicted, each.native) for each in alternatives]
+        self._tuner = Tuner(candidates, settings.warm_up, settings.passes, settings.horizon)
+        self._recorder = Recorder(0)
+        self.passes = 0
+        self._ended = False
+        self._drift = drift if settings.probe else None
+        self._window: list[PassTimes] = []
+        # Plans are chosen two passes ahead, so that ranks can agree on a choice before its pass begins.
+        self._chosen = deque(self._tuner.following() for _ in range(2))
+        self._follow()
+
+    @property
+    def trials(self) -> Sequence[TrialReport]:
+        """The outcomes so far."""
+        return [self._report_of(trial) for trial in self._tuner.trials]
+
+    @property
+    def present(self) -> Alternative:
+        """The plan that is used when nothing is tried."""
+        return self._alternatives[self._tuner.present]
+
+    @property
+    def usual_seconds(self) -> float:
+        """Median seconds of a step with that plan."""
+        return self._tuner.usual_seconds
+
+    @property
+    def ended(self) -> bool:
+        """Whether all trials have ended."""
+        return self._ended
+
+    @property
+    def state(self) -> str:
+        """What the tuner does, or why it has ended."""
+        if self._tuner.finished:
+            return f"ended: {self._tuner.finished}"
+        trying = self._tuner.trying
+        return "about to try other plans" if trying is None else f"trying {self._alternatives[trying].name}"
+
+    def _report_of(self, trial: Trial) -> TrialReport:
+        tried, other = self._alternatives[trial.candidate], self._alternatives[trial.against]
+        before, after = trial.seconds
+        return TrialReport(
+            tried.plan.fingerprint,
+            tried.name,
+            other.plan.fingerprint,
+            before / after,
+            after,
+            trial.passes,
+            trial.accepted,
+        )
+
+    def after_pass(self) -> str:
+        """Call on every rank at the end of each synchronized pass; collective.
+
+        Returns:
+            Why links should be measured again; empty if they need not.
+
+        Raises:
+            ExchangeError: a rank was lost, or did not answer in time.
+        """
+        self.passes += 1
+        own = self._own.of(self._recorder.end())
+        reason = self._watch(own) if self._ended else self._try(own)
+        self._recorder.begin()
+        return reason
+
+    def close(self) -> None:
+        """Close the engines that are not in use."""
+        self._times.forget()
+        for index in [each for each in self._engines if each != self._used]:
+            self._engines.pop(index).close()
+        self._engines[self._used].trace(None)
+
+    def _try(self, own: PassTimes) -> str:
+        if self._times.under_way:
+            self._tuner.record(self._times.take().period)
+        if self._tuner.finished:
+            self._finish()
+            return ""
+        self._chosen.append(self._tuner.following())
+        self._times.share(own, self._chosen[-1])
+        self._follow()
+        return ""
+
+    def _watch(self, own: PassTimes) -> str:
+        if self._drift is None:
+            return ""
+        reason = self._drift.record(self._times.take()) if self._times.under_way else ""
+        self._window.append(own)
+        if len(self._window) == WINDOW:
+            self._times.share(median_times(self._window))
+            self._window = []
+        return reason
+
+    def _follow(self) -> None:
+        """Let the plan that was chosen for the next pass synchronize it."""
+        plan = self._chosen.popleft()
+        if plan not in self._engines:
+            self._close_others(plan)
+            self._engines[plan] = self._start(plan)
+        self._switch(plan)
+
+    def _switch(self, plan: int) -> None:
+        engine = self._engines[plan]
+        self._used = plan
+        self._use(plan, engine)
+        self._recorder = Recorder(len(engine.schedule.messages))
+        for other in self._engines.values():
+            other.trace(self._recorder if other is engine else None)
+
+    def _close_others(self, coming: int) -> None:
+        """Close engines that the tuner needs no more, before another one takes memory."""
+        for index in [each for each in self._engines if each not in (coming, self._tuner.present)]:
+            self._engines.pop(index).close()
+
+    def _finish(self) -> None:
+        self._ended = True
+        self._chosen.clear()
+        self._times.forget()
+        self._switch(self._tuner.present)
+        self._close_others(self._tuner.present)
+        rank_zero_info(f"AutoSync: {self.summary()}")
+
+    def summary(self) -> str:
+        """What was tried, and what came of it, in one sentence."""
+        trials = self.trials
+        if not trials:
+            return f"tuning has ended without a trial: {self._tuner.finished}"
+        steps = sum(sum(each.steps) for each in trials)
+        tried = f"tried {counted(len(trials), 'other plan')} in {counted(steps, 'step')}"
+        accepted = [trial.speedup for trial in trials if trial.accepted]
+        if not accepted:
+            return f"{tried}, and kept {self._alternatives[0].name}; the fastest other was {_best(trials)}"
+        plan = self._alternatives[self._tuner.present]
+        return (
+            f"{tried}; {plan.name} (plan {plan.plan.fingerprint}) makes steps {math.prod(accepted):.2f}x as fast as "
+            f"{self._alternatives[0].name}"
+        )
+
+
+def _best(trials: Sequence[TrialReport]) -> str:
+    best = max(trials, key=lambda trial: trial.speedup)
+    return f"{best.name}, {best.speedup:.2f}x as fast"

@@ -1,0 +1,149 @@
+"""What a job finds out before its first step: its hosts and links, and plans that fit them, or an earlier result."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from socket import gethostname
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.connections import own_address
+from lightning_autosync.replay import Constants
+from lightning_autosync.search.memory import Evidence, StepTime, TunedPlan, TuningCache, TuningKey
+from lightning_autosync.strategy.agreement import agree
+from lightning_autosync.strategy.resolution import checked_workload
+from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.tuning.live import Alternative, LiveTuner
+from lightning_autosync.strategy.tuning.proposals import NATIVE, JobLinks, Proposals, find_links, propose
+from lightning_autosync.strategy.tuning.settings import DEFAULT_CACHE
+from lightning_autosync.workload import Workload
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is known before the first step.
+
+    Attributes:
+        links: hosts and links of the job.
+        workload: parameters of the model.
+        key: key of the job in the memory.
+        proposals: plans that fit; None if rates are unknown, or all ranks are on one host.
+        remembered: seconds of a step in the earlier job whose plan is proposed; None without one.
+    """
+
+    links: JobLinks
+    workload: Workload
+    key: TuningKey
+    proposals: Proposals | None = None
+    remembered: float | None = None
+
+    @property
+    def on_one_host(self) -> bool:
+        return len(self.links.cluster.nodes) == 1
+
+
+def prepare(
+    settings: StrategySettings,
+    module: nn.Module,
+    nodes: int,
+    devices: int,
+    group: dist.ProcessGroup | None = None,
+    also: Container[nn.Parameter] = (),
+    links: JobLinks | None = None,
+) -> Preparation:
+    """Find hosts, links and plans of a job; collective.
+
+    A plan that an earlier job of the same key has found is proposed at once, without a measurement.
+
+    Args:
+        settings: settings of the strategy, with ``tuning``.
+        module: the module.
+        nodes: number of nodes in the job.
+        devices: number of ranks per node.
+        group: the ranks; None is the default group.
+        also: frozen parameters that plans also cover.
+        links: the links, if they are known already; the memory is then not asked.
+
+    Raises:
+        DocumentError: (or a subclass, on every rank) model, cluster and job do not fit each other.
+    """
+    tuning = settings.tuning
+    assert tuning is not None
+    workload = agree(lambda: checked_workload(settings, module, nodes, devices, also), _identify, group)
+    hosts = gather_json(f"{gethostname()} {own_address()}", group)
+    key = TuningKey.of(workload, hosts, "cpu", settings.semantics, settings.bucket_bytes)
+    if links is None:
+        if (entry := _recall(key, settings, group)) is not None:
+            return _of_entry(entry, workload, key)
+        links = find_links(settings.cluster, tuning.probe, settings.timeout)
+    if links.fault or len(links.cluster.nodes) == 1:
+        return Preparation(links, workload, key)
+    return Preparation(links, workload, key, propose(workload, links, settings, group))
+
+
+def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> None:
+    """Keep the plan that a job found, for later jobs of the same key; call it on rank 0."""
+    if cache is None:
+        return
+    plan, trials = tuner.present, tuner.trials
+    measured = [each for each in trials if each.plan == plan.plan.fingerprint]
+    seconds = measured[-1].seconds if measured else tuner.usual_seconds
+    evidence = Evidence(
+        predicted=plan.predicted or None,
+        measured=StepTime(name=plan.name, plan=plan.plan.fingerprint, seconds=seconds, steps=max(1, tuner.passes)),
+        compared=tuple(
+            StepTime(name=each.name, plan=each.plan, seconds=each.seconds, steps=each.steps[1])
+            for each in trials
+            if each.plan != plan.plan.fingerprint
+        ),
+        synchronized_steps=tuner.passes,
+    )
+    TuningCache(None if cache == DEFAULT_CACHE else cache).store(
+        TunedPlan(
+            key=preparation.key,
+            plan=plan.plan,
+            origin=plan.name,
+            cluster=preparation.links.cluster,
+            evidence=evidence,
+            written=datetime.now(UTC),
+            torch=torch.__version__,
+        )
+    )
+
+
+def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup | None) -> TunedPlan | None:
+    """The entry of an earlier job on rank 0's disk; collective."""
+    assert settings.tuning is not None
+    cache, found = settings.tuning.cache, None
+    if cache is not None and dist.get_rank(group) == 0:
+        entry = TuningCache(None if cache == DEFAULT_CACHE else cache).find(key)
+        if entry is not None and _describes(settings.cluster, entry):
+            found = entry.to_dict()
+    found = gather_json(found, group)[0]
+    return None if found is None else TunedPlan.from_dict(found, source="the tuning cache of rank 0")
+
+
+def _describes(cluster: ClusterSpec | None, entry: TunedPlan) -> bool:
+    """Whether the user's description, if there is one, is that of the earlier job."""
+    return cluster is None or cluster.fingerprint == entry.cluster.fingerprint
+
+
+def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey) -> Preparation:
+    measured = entry.evidence.measured
+    plan = Alternative(entry.plan, entry.origin, entry.evidence.predicted or 0.0, native=entry.origin == NATIVE)
+    reason = (
+        f"{entry.origin}, which an earlier job found on {entry.written:%Y-%m-%d} ({measured.seconds:.3g} s a step "
+        f"there; 'autosync cache show {key.fingerprint}' says more)"
+    )
+    links = JobLinks(entry.cluster, Constants(), origin=f"as measured on {entry.written:%Y-%m-%d}")
+    return Preparation(links, workload, key, Proposals([plan], reason), measured.seconds)
+
+
+def _identify(workload: Workload) -> dict[str, str]:
+    return {"the model's parameters": workload.fingerprint}

@@ -1,0 +1,131 @@
+"""The links of a running job, and the plans that fit them: measured and searched before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import counted
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.measure.conditions import usable_cores
+from lightning_autosync.measure.probe.description import check_cluster
+from lightning_autosync.measure.probe.quick import survey_job
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.replay import Constants
+from lightning_autosync.search.selection import rank_plans
+from lightning_autosync.strategy.agreement import agree
+from lightning_autosync.strategy.choice import LEAST_GAIN
+from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.tuning.live import LARGEST_RATIO, Alternative
+from lightning_autosync.workload import Workload
+
+
+@dataclass(frozen=True)
+class JobLinks:
+    """What is known about the links of a job.
+
+    Attributes:
+        cluster: hosts and links; without rates if they are unknown.
+        constants: costs of the hosts, for predictions.
+        fault: why rates are unknown; empty if they are known.
+        origin: how the cluster is known, for messages.
+    """
+
+    cluster: ClusterSpec
+    constants: Constants
+    fault: str = ""
+    origin: str = ""
+
+    def describe(self) -> str:
+        """Hosts and rates in one line."""
+        nodes = counted(len(self.cluster.nodes), "host")
+        return f"{nodes}, {self.origin}; rates unknown: {self.fault}" if self.fault else f"{nodes}, {self.origin}"
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """Plans that the search found.
+
+    Attributes:
+        plans: the plans to try, the one to begin with first.
+        reason: a sentence that gives the reason for that one.
+    """
+
+    plans: Sequence[Alternative]
+    reason: str
+
+
+def find_links(cluster: ClusterSpec | None, probe: float, timeout: float) -> JobLinks:
+    """Find the hosts of the default process group, and measure the links between them; collective.
+
+    Args:
+        cluster: the description that the user gave, if any; it is used as it is.
+        probe: maximum seconds of the measurement.
+        timeout: seconds that ranks wait for each other.
+    """
+    if cluster is not None:
+        return JobLinks(cluster, Constants(), "" if cluster.measured else "its rates are not given", "described")
+    survey = survey_job(timeout, limit=probe)
+    cores = usable_cores() if survey.machines == 1 and dist.get_world_size() > 1 else None
+    origin = f"links measured in {survey.seconds:.1f} s"
+    return JobLinks(survey.cluster, Constants(cores=cores), survey.fault or "", origin)
+
+
+def changed_links(before: ClusterSpec, now: ClusterSpec) -> list[str]:
+    """The changes between two measurements of the same job, in words; empty if there are none."""
+    return check_cluster(before, now)
+
+
+def propose(
+    workload: Workload, links: JobLinks, settings: StrategySettings, group: dist.ProcessGroup | None
+) -> Proposals:
+    """Search for plans on rank 0 while the others wait; collective."""
+    tuning = settings.tuning
+    assert tuning is not None
+
+    def search() -> list[dict[str, Any]]:
+        if dist.get_rank(group) != 0:
+            return []
+        ranked = rank_plans(
+            workload,
+            links.cluster,
+            constants=links.constants,
+            seconds=tuning.search,
+            keep=tuning.plans + 1,
+            bucket_bytes=settings.bucket_bytes,
+        )
+        return [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]
+
+    found = agree(search, lambda _: {}, group)  # an error on rank 0 is an error on all ranks
+    ranked = gather_json(found, group)[0]
+    native = next(number for number, each in enumerate(ranked) if each["origin"] == NATIVE)
+    return _ordered([_alternative(each, number == native) for number, each in enumerate(ranked)], links, tuning.plans)
+
+
+def _alternative(found: dict[str, Any], native: bool) -> Alternative:
+    plan = SyncPlan.from_dict(found["plan"], source="rank 0's search")
+    return Alternative(plan, found["origin"], found["seconds"], native)
+
+
+NATIVE = "all_reduce"
+"""Name of the plan that DDP has."""
+
+
+def _ordered(ranked: Sequence[Alternative], links: JobLinks, most: int) -> Proposals:
+    """The plans in the order in which to try them: one to begin with, and at most ``most`` others."""
+    best, native = ranked[0], next(each for each in ranked if each.native)
+    first = best if native.predicted > LEAST_GAIN * best.predicted else native
+    times = f"predicted for {links.origin}: {best.predicted:.3g} s a step"
+    reason = (
+        f"{best.name}, {times}, and {native.predicted:.3g} s with a native all-reduce"
+        if first is best
+        else f"fused native all-reduce, because no plan is predicted more than 5% faster ({times} with {best.name}, "
+        f"{native.predicted:.3g} s with it)"
+    )
+    rest = [each for each in ranked if each is not first]
+    tried = [each for each in rest if each.native or each.predicted < LARGEST_RATIO * first.predicted]
+    return Proposals([first, *tried[:most]], reason)

@@ -1,0 +1,179 @@
+"""Which plan synchronizes each pass while a job tunes itself: decisions from the times of passes, without a network."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from lightning_autosync.strategy.tuning.contest import TURNS, Contest
+
+FIRST_SPREAD = 0.1
+"""Standard deviation of the logarithm of measured over predicted time, before anything was measured."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that may be tried.
+
+    Attributes:
+        name: name for people, such as that of its builder.
+        predicted: predicted seconds of a step.
+        always: whether it is tried whatever its prediction. DDP's plan is, so that training is never slower for long.
+    """
+
+    name: str
+    predicted: float
+    always: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The outcome of one candidate.
+
+    Attributes:
+        candidate: index of the candidate.
+        against: index of the plan that it was compared with.
+        accepted: whether it replaced that plan.
+        seconds: median seconds of passes of ``against`` and of the candidate.
+        passes: number of passes of each.
+    """
+
+    candidate: int
+    against: int
+    accepted: bool
+    seconds: tuple[float, float]
+    passes: tuple[int, int]
+
+
+class Tuner:
+    """Tries candidates one after the other, each against the present plan, until no gain is expected.
+
+    The first candidate is the present plan at the beginning. All ranks give their tuner the same times, so all decide
+    alike. Times may arrive some passes late: `record` takes them in the order in which `following` chose the plans.
+
+    Args:
+        candidates: the plans, in the order of predicted times except for the first.
+        warm_up: passes at the beginning that do not count.
+        passes: maximum number of passes of each plan in a contest.
+        horizon: number of passes that are expected to follow; gains count so often.
+
+    Attributes:
+        present: index of the present plan.
+        trials: outcomes so far.
+        finished: why tuning ended; empty before.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        warm_up: int = 10,
+        passes: int = 16,
+        horizon: int = 1000,
+    ) -> None:
+        self._candidates = candidates
+        self._left = list(range(1, len(candidates)))
+        self._warm_up, self._passes = warm_up, passes
+        self._horizon = horizon
+        self._awaited: deque[int | None] = deque()
+        self._known: list[float] = []
+        self._trying: int | None = None
+        self._contest: Contest | None = None
+        self._turn = 0
+        self._errors: list[float] = []
+        self.present = 0
+        self.trials: list[Trial] = []
+        self.finished = ""
+
+    @property
+    def trying(self) -> int | None:
+        """Index of the candidate that is being tried; None if there is none."""
+        return self._trying
+
+    @property
+    def usual_seconds(self) -> float:
+        """Median seconds of a pass with the present plan; NaN before any was recorded."""
+        return statistics.median(self._known) if self._known else math.nan
+
+    def following(self) -> int:
+        """Choose the plan for the next pass; returns its index."""
+        plan, counts = self.present, True
+        if self._trying is not None:
+            # The candidate's first pass does not count: its buffers and connections are new.
+            counts = self._turn > 0
+            plan = self._trying if not counts or TURNS[(self._turn - 1) % len(TURNS)] else self.present
+            self._turn += 1
+        self._awaited.append(plan if counts else None)
+        return plan
+
+    def record(self, seconds: float) -> None:
+        """Record the time of the earliest pass that was chosen and is not recorded.
+
+        Args:
+            seconds: the time, the same on all ranks; NaN if the pass does not count.
+        """
+        plan = self._awaited.popleft()
+        if self._warm_up:
+            self._warm_up -= 1
+            return
+        if plan is None or math.isnan(seconds):
+            return
+        if self._contest is None:
+            if plan == self.present:
+                self._known = [*self._known[1 - self._passes :], seconds]
+        elif plan in (self.present, self._trying):
+            self._contest.record(plan == self._trying, seconds)
+            if self._contest.accepted is not None:
+                self._end_contest(self._contest)
+        if self._contest is None and not self.finished and len(self._known) >= min(self._passes, len(TURNS)):
+            self._begin_contest()
+
+    def _begin_contest(self) -> None:
+        """Begin to try the next candidate, or finish."""
+        while self._left:
+            candidate = self._left.pop(0)
+            if self._is_worth_trying(candidate):
+                self._trying, self._turn = candidate, 0
+                self._contest = Contest(self._passes, self._known)
+                return
+        untried = len(self._candidates) > 1
+        self.finished = (
+            "no other plan is expected to gain more than a trial costs" if untried else "there is no other plan to try"
+        )
+
+    def _end_contest(self, contest: Contest) -> None:
+        assert self._trying is not None
+        accepted = bool(contest.accepted)
+        self.trials.append(Trial(self._trying, self.present, accepted, contest.seconds, contest.passes))
+        predicted = self._candidates[self._trying].predicted / self._candidates[self.present].predicted
+        self._errors.append(math.log(contest.ratio / predicted))
+        if accepted:
+            self.present = self._trying
+        self._known = [contest.seconds[accepted]] * min(self._passes, len(TURNS))
+        self._trying, self._contest = None, None
+
+    def _is_worth_trying(self, candidate: int) -> bool:
+        """Whether the expected gain over the passes to come is above the expected cost of a trial."""
+        if self._candidates[candidate].always:
+            return True
+        mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted)
+        spread = FIRST_SPREAD
+        if self._errors:
+            # The spread of predictions, with the first guess as one more observation.
+            spread = math.sqrt(statistics.fmean([FIRST_SPREAD**2, *(error**2 for error in self._errors)]))
+        gain, loss = _expectations(mean, spread)
+        return gain * self._horizon > loss * self._passes
+
+
+def _expectations(mean: float, spread: float) -> tuple[float, float]:
+    """Expected gain and loss of a plan relative to another, if the logarithm of their ratio is normally distributed.
+
+    Returns:
+        Expectations of ``max(0, -x)`` and of ``max(0, x)`` for x with this mean and standard deviation.
+    """
+    normal = NormalDist()
+    above = mean * normal.cdf(mean / spread) + spread * normal.pdf(mean / spread)
+    return above - mean, above

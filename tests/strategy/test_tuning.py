@@ -1,0 +1,71 @@
+"""A job that tunes itself ends where DDP ends, however often it switches between plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tuning_jobs
+
+from lightning_autosync.search.memory import TuningCache
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"model": "Plain"},
+    "accumulation": {"model": "Plain", "accumulate_grad_batches": 2},
+    "clipping by norm": {"model": "Plain", "gradient_clip_val": 0.05},
+    "bf16-mixed": {"model": "Plain", "precision": "bf16-mixed"},
+    "gradient scaler": {"model": "Plain", "half": True},
+    "frozen": {"model": "Frozen"},
+    "unused": {"model": "Unused"},
+    "tied": {"model": "Tied"},
+    "buffers": {"model": "Normalized"},
+    "two optimizers": {"model": "Adversarial"},
+    "thawing": {"model": "Thaws", "reference": "ThawsLate"},
+    "large embedding": {"model": "DenseTable"},
+    "views of buffers": {"model": "Plain", "strategy": {"gradient_as_bucket_view": True}},
+    "static graph": {"model": "Plain", "strategy": {"static_graph": True}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_ddp_with_many_switches(duo, case: str) -> None:
+    for found in duo.run(tuning_jobs.compare, **CASES[case]):
+        assert found["distance"] < 1e-5
+        assert found["moved"] > 1e-3
+        assert found["switches"] >= 10
+
+
+def test_all_ranks_end_with_the_same_plan_and_say_so(duo) -> None:
+    found = duo.run(tuning_jobs.outcome)
+    assert found[0] == found[1]
+    assert found[0]["done"].startswith("ended")
+    assert found[0]["report"]["plan"] == found[0]["plan"]
+    assert found[0]["trials"] >= 1
+
+
+def test_plans_are_not_tried_with_tuning_off(duo) -> None:
+    assert all(each == 0 for each in duo.run(tuning_jobs.switches_with, tuning="off"))
+
+
+def test_fabric_equals_ddp_with_many_switches(duo) -> None:
+    for found in duo.run(tuning_jobs.fabric):
+        assert found["distance"] < 1e-5
+        assert found["switches"] >= 10
+
+
+def test_a_second_job_starts_with_the_plan_that_the_first_one_found(duo, tmp_path) -> None:
+    for first, second in duo.run(tuning_jobs.remembered, folder=str(tmp_path)):
+        assert first["tuning"].startswith("ended")
+        assert first["trials"]
+        assert second["plan"] == first["plan"]
+        assert "which an earlier job found on" in second["reason"]
+        assert not second["trials"]
+    (entry,) = TuningCache(tmp_path).entries()
+    assert entry.entry is not None
+    assert entry.entry.plan.fingerprint == first["plan"]
+    assert entry.entry.cluster.name == "pair"
+
+
+def test_ranks_that_decide_differently_are_an_error_before_the_next_step(duo) -> None:
+    for error in duo.run(tuning_jobs.divided):
+        assert "ranks chose different plans for the same step" in error

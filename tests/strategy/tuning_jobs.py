@@ -1,0 +1,137 @@
+"""Jobs of two ranks that tune themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import jobs
+import models
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, ClusterSpec, TuningSettings
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.strategy.exact import ExactReplica
+from lightning_autosync.strategy.tuning.contest import Contest
+from lightning_autosync.strategy.tuning.live import LiveTuner
+
+PAIR = ClusterSpec.uniform(2, bandwidth="1 Gbit/s", name="pair")
+SHORT = TuningSettings(probe=0, search=0.5, warm_up=1, passes=8, cache=None)
+
+
+@contextmanager
+def counted_switches() -> Iterator[list[int]]:
+    """The plans that were switched to, while the context is open.
+
+    Contests last as long as they may, whatever the times, and every second candidate wins.
+    """
+    switches: list[int] = []
+    use, decide, begun = ExactReplica._use, Contest._decide, count()
+    winners: dict[Contest, bool] = {}
+
+    def decide_late(self: Contest) -> bool | None:
+        if self not in winners:
+            winners[self] = next(begun) % 2 == 0
+        return winners[self] if min(self.passes) >= SHORT.passes else None
+
+    def spy(self: ExactReplica, index: int, engine: Any) -> None:
+        before = self.engine
+        use(self, index, engine)
+        if before is not None and before is not self.engine:
+            switches.append(index)
+
+    ExactReplica._use, Contest._decide = spy, decide_late  # type: ignore[method-assign]
+    try:
+        yield switches
+    finally:
+        ExactReplica._use, Contest._decide = use, decide  # type: ignore[method-assign]
+
+
+def compare(model: str, strategy: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
+    """How far a job that tunes itself ends from DDP, and how often it switched."""
+    with counted_switches() as switches:
+        options = {"cluster": PAIR.to_dict(), "tuning": SHORT, **(strategy or {})}
+        found = jobs.compare(model, strategy=options, max_epochs=6, **arguments)
+    return {**found, "switches": len(switches)}
+
+
+def switches_with(**options: Any) -> int:
+    with counted_switches() as switches:
+        jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, **options), max_epochs=4)
+    return len(switches)
+
+
+def outcome() -> dict[str, Any]:
+    """What one job found."""
+    found: dict[str, Any] = {}
+    finish = LiveTuner.close
+
+    def spy(self: LiveTuner) -> None:
+        found.update(done=self.state, trials=len(self.trials))
+        finish(self)
+
+    LiveTuner.close = spy  # type: ignore[method-assign]
+    try:
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=SHORT)
+        jobs.fit("Plain", strategy, max_epochs=12)
+    finally:
+        LiveTuner.close = finish  # type: ignore[method-assign]
+    assert strategy.plan is not None
+    report = strategy.report()
+    assert report is not None
+    return {**found, "plan": strategy.plan.fingerprint, "report": report.to_dict()}
+
+
+def fabric() -> dict[str, Any]:
+    """Like `compare`, with Fabric and plain backward passes."""
+    with counted_switches() as switches:
+        ours = _train_with_fabric(AutoSyncFabricStrategy(cluster=PAIR, tuning=SHORT))
+    theirs = _train_with_fabric(FabricDDP())
+    return {"distance": jobs.distance(ours, theirs), "switches": len(switches)}
+
+
+def _train_with_fabric(strategy: Any) -> nn.Module:
+    fabric = jobs.make_fabric(strategy)
+    torch.manual_seed(3)
+    module = models.Plain()
+    wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(6):
+        for inputs, labels in fabric.setup_dataloaders(models.loader()):
+            F.cross_entropy(wrapped(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric.strategy.teardown()
+    return module
+
+
+def remembered(folder: str) -> list[dict[str, Any]]:
+    """What two jobs report, one after the other, that remember plans in a folder."""
+    found = []
+    for _ in range(2):
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, cache=folder))
+        jobs.fit("Plain", strategy, max_epochs=12)
+        report = strategy.report()
+        assert report is not None
+        found.append(report.to_dict())
+    return found
+
+
+def divided() -> str:
+    """The error of a job in which rank 1 decides otherwise about a plan."""
+    decide = Contest._decide
+    own = dist.get_rank() == 1
+    Contest._decide = lambda self: own if min(self.passes) >= 4 else None  # type: ignore[method-assign]
+    try:
+        jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), max_epochs=12)
+    except ExchangeError as error:
+        return str(error)
+    finally:
+        Contest._decide = decide  # type: ignore[method-assign]
+    return "none"

@@ -1,0 +1,74 @@
+"""A change of the links is noticed within few passes, and other changes are not taken for one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.strategy.tuning.drift import DriftWatch, median_times
+from lightning_autosync.strategy.tuning.pass_times import OwnTimes, PassTimes
+
+
+def watch(times: Iterable[tuple[float, float]], changes: int = 0) -> list[int]:
+    """Windows at which links would be measured again; times are computation and wait."""
+    drift = DriftWatch(changes)
+    windows = [PassTimes(compute + wait, compute, wait) for compute, wait in times]
+    return [number for number, each in enumerate(windows) if drift.record(each)]
+
+
+def test_a_longer_wait_is_noticed_after_two_windows() -> None:
+    assert watch([(0.1, 0.1)] * 10 + [(0.1, 0.2)] * 2) == [11]
+
+
+def test_a_shorter_wait_is_noticed_after_two_windows() -> None:
+    assert watch([(0.1, 0.2)] * 10 + [(0.1, 0.1)] * 2) == [11]
+
+
+def test_slower_computation_is_no_change_of_the_links() -> None:
+    assert watch([(0.1, 0.1)] * 10 + [(0.5, 0.1)] * 50) == []
+
+
+def test_one_disturbed_window_is_no_change() -> None:
+    assert watch([(0.1, 0.1)] * 10 + [(0.1, 0.9)] + [(0.1, 0.1)] * 10) == []
+
+
+def test_noise_of_a_few_percent_is_no_change() -> None:
+    rng = random.Random(0)
+    assert watch((0.1 * rng.uniform(0.95, 1.05), 0.1 * rng.uniform(0.95, 1.05)) for _ in range(500)) == []
+
+
+def test_a_change_of_a_millisecond_is_no_change_of_the_links() -> None:
+    assert watch([(0.001, 0.001)] * 10 + [(0.001, 0.003)] * 50) == []
+
+
+def test_changes_that_links_do_not_explain_are_noticed_ever_later() -> None:
+    found = watch([(0.1, 0.1)] * 4 + [(0.1, 0.3)] * 20 + [(0.1, 0.1)] * 30 + [(0.1, 0.3)] * 40)
+    assert [found[0], len(found)] == [5, 3]
+    assert found[1] - 24 == 3
+    assert found[2] - 54 == 7
+
+
+def test_links_that_changed_before_are_measured_from_time_to_time() -> None:
+    assert watch([(0.1, 0.1)] * 80, changes=1) == [9, 29, 69]
+
+
+def test_an_unusual_delay_between_passes_does_not_count() -> None:
+    own = OwnTimes()
+    periods = [own.of(_trace(0.5 if number == 20 else 0.1)).period for number in range(30)]
+    assert periods == [pytest.approx(0.5)] * 30
+
+
+def test_waits_are_what_follows_the_backward_pass() -> None:
+    assert OwnTimes().of(_trace(0.1)) == PassTimes(pytest.approx(0.5), pytest.approx(0.2), pytest.approx(0.3))
+
+
+def test_medians_are_of_each_number() -> None:
+    found = median_times([PassTimes(1, 5, 3), PassTimes(2, 4, 9), PassTimes(3, 6, 1)])
+    assert found == PassTimes(2, 5, 3)
+
+
+def _trace(forward: float) -> StepTrace:
+    return StepTrace(forward, forward + 0.1, forward + 0.4, forward + 0.4, (), (), ())
