@@ -70,7 +70,9 @@ def cache(configuration: dict[str, Any], directory: Path) -> None:
     settings = CacheSettings.parse(configuration)
     plans = TuningCache()
     if plans.directory is None:
-        raise DocumentError("there is no cache, because the user has no home directory; set LIGHTNING_AUTOSYNC_CACHE")
+        raise DocumentError(
+            "there is no cache: LIGHTNING_AUTOSYNC_CACHE is empty, or the user has no home directory; set it"
+        )
     if settings.action == "list":
         _list(plans)
     elif settings.action == "show":

@@ -20,7 +20,7 @@ from lightning_autosync.search.memory.key import TuningKey
 from lightning_autosync.search.memory.nearness import Source, nearest
 
 VARIABLE = "LIGHTNING_AUTOSYNC_CACHE"
-"""Environment variable with the directory."""
+"""Environment variable with the directory; empty for none."""
 MOST_ENTRIES = 1000
 """Largest number of entries in a directory; those that were not used for longest are removed."""
 MOST_CACHED_BYTES = 50 * 2**20
@@ -110,6 +110,8 @@ class TuningCache:
 
     def store(self, entry: TunedPlan) -> None:
         """Write an entry in place of an earlier one with its key, and remove the oldest beyond the limits."""
+        if self.directory is None and VARIABLE in os.environ:
+            return  # the user turned the memory off
         try:
             self._write(entry)
         except DocumentError as error:
@@ -210,9 +212,13 @@ class TuningCache:
 
 
 def default_directory() -> Path | None:
-    """The directory that `VARIABLE` names, else one in the user's cache directory; None without a home directory."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given)
+    """The directory that `VARIABLE` names, else one in the user's cache directory.
+
+    None if `VARIABLE` is empty, which turns the memory off, and without a home directory.
+    """
+    given = os.environ.get(VARIABLE)
+    if given is not None:
+        return Path(given) if given else None
     caches = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(caches):  # the specification says to ignore relative paths
         try:

@@ -215,6 +215,11 @@ def test_the_directory_is_that_of_the_user(tmp_path: Path, monkeypatch: pytest.M
     assert default_directory() == tmp_path / "caches" / "lightning-autosync" / "plans"
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine"))
     assert TuningCache().directory == tmp_path / "mine"
+    monkeypatch.setenv(VARIABLE, "")
+    cache = TuningCache()
+    cache.store(tuned())  # without a warning
+    assert cache.directory is None
+    assert cache.find(tuned().key) is None
 
 
 def test_a_job_without_a_home_directory_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
