@@ -39,7 +39,7 @@ from lightning_autosync.documents.limits import (
     MOST_VALUES,
     MOST_YAML_BYTES,
 )
-from lightning_autosync.documents.reading import parse_json, read_data, read_text, whole_lines
+from lightning_autosync.documents.reading import SUFFIXES, is_path, parse_json, read_data, read_text, whole_lines
 from lightning_autosync.documents.records import (
     PLAIN,
     RESULT,
@@ -66,6 +66,7 @@ __all__ = [
     "MOST_YAML_BYTES",
     "PLAIN",
     "RESULT",
+    "SUFFIXES",
     "Configuration",
     "Count",
     "Document",
@@ -87,6 +88,7 @@ __all__ = [
     "digest_text",
     "held",
     "identity",
+    "is_path",
     "naming_lines",
     "parse_json",
     "read_data",

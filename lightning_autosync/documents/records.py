@@ -125,6 +125,21 @@ class Document(Record):
         return {"format": self.FORMAT, **self.model_dump(mode="json", exclude_defaults=True)}
 
     @classmethod
+    def describes(cls, data: Any) -> bool:
+        """Whether plain data has the format line of this kind of document, of any version."""
+        kind = cls.FORMAT.rpartition("/")[0]
+        return isinstance(data, dict) and str(data.get("format")).startswith(f"{kind}/")
+
+    @classmethod
+    def is_in(cls, path: str | os.PathLike[str]) -> bool:
+        """Whether a file contains this kind of document, of any version.
+
+        Raises:
+            DocumentError: the file cannot be read, or is not plain data (the class is ``ERROR``).
+        """
+        return cls.describes(read_data(path, cls.ERROR))
+
+    @classmethod
     def load(cls: type[DocumentType], path: str | os.PathLike[str]) -> DocumentType:
         """Read the document from a ``.yaml``, ``.yml`` or ``.json`` file.
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from lightning_autosync import errors
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import read_data, write_text
+from lightning_autosync.documents import is_path, read_data, write_text
 from lightning_autosync.errors import DocumentError, PlanError, UnwritableError
-from lightning_autosync.hybrid.plan import is_hybrid
+from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.launches.launch import is_slurm_task, refuse_within_torchrun, require_torchrun
 from lightning_autosync.measure.launches.settings import LaunchSettings, SlurmSettings
@@ -67,8 +67,8 @@ def _plan_document(settings: TrainingSettings) -> dict[str, Any] | None:
     plan = settings.sync.plan
     if plan is None:
         return None
-    if plan.endswith((".yaml", ".yml", ".json")) or os.path.dirname(plan):
-        if is_hybrid(plan):
+    if is_path(plan):
+        if HybridPlan.is_in(plan):
             raise PlanError(
                 f"{plan}: 'autosync train' takes no hybrid plans, which split operators; train in a script with "
                 f"Trainer(strategy=AutoDDLStrategy(plan={plan!r}))"

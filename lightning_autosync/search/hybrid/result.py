@@ -163,7 +163,7 @@ def plan_of(trial: HybridTrial) -> AnyPlan | None:
     """
     if trial.plan is None:
         return None
-    kind = HybridPlan if str(trial.plan.get("format")).startswith("autosync-hybrid/") else SyncPlan
+    kind = HybridPlan if HybridPlan.describes(trial.plan) else SyncPlan
     return kind.from_dict(trial.plan, f"trial {trial.number}: plan")
 
 
@@ -187,7 +187,4 @@ def read_hybrid_result(directory: Path) -> HybridTuningResult:
 def is_hybrid_run(directory: Path) -> bool:
     """Whether ``directory`` has the result of a tuning run with ``parallel=hybrid``."""
     path = directory / RESULT
-    if not path.is_file():
-        return False
-    data = read_data(path)
-    return isinstance(data, dict) and str(data.get("format", "")).startswith("autosync-hybrid-tuning/")
+    return path.is_file() and HybridTuningResult.is_in(path)

@@ -238,7 +238,4 @@ def read_result(directory: Path) -> TuningResult:
 def is_tuning_run(directory: Path) -> bool:
     """Whether ``directory`` has a ``result.json`` of a tuning run."""
     path = directory / RESULT
-    if not path.is_file():
-        return False
-    data = read_data(path)
-    return isinstance(data, dict) and str(data.get("format", "")).startswith("autosync-tuning/")
+    return path.is_file() and TuningResult.is_in(path)
