@@ -11,7 +11,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.replay import Bound, Constants, Prediction, Replay, least_step, synchronization_bound
-from lightning_autosync.report.timeline import draw_timelines, write_trace
+from lightning_autosync.report.timeline import write_timelines
 from lightning_autosync.workload import Workload
 
 FORMAT = "autosync-prediction/1"
@@ -64,10 +64,7 @@ class _Bounds:
 
 
 def _write(prediction: Prediction, bounds: _Bounds, directory: Path) -> None:
-    timelines = {"predicted": prediction.timeline}
-    for name in ("timeline.svg", "timeline.png"):
-        draw_timelines(timelines, directory / name)
-    write_trace(timelines, directory / "trace.json")
+    write_timelines({"predicted": prediction.timeline}, directory)
     fields = asdict(prediction)
     del fields["demand"]  # too large: messages x channels; links and hosts have its sums
     data = {
