@@ -17,6 +17,7 @@ from lightning_autosync.documents.fields import (
     Duration,
     Index,
     Integer,
+    Metric,
     PositiveDuration,
     TimeOffset,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "Duration",
     "Index",
     "Integer",
+    "Metric",
     "PositiveDuration",
     "Record",
     "Result",
