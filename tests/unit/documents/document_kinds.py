@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from copy import copy
@@ -82,6 +83,8 @@ from lightning_autosync.strategy import autoddl
 from lightning_autosync.strategy.checkpoint import FORMAT as EXACT_STATE
 from lightning_autosync.strategy.checkpoint import KEY as STATE_KEY
 from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT, RelaxedCheckpoint, own_state
+from lightning_autosync.training.result import TrainingResult
+from lightning_autosync.training.settings import TrainingSettings
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.star([4e7, 1e7, 1e7], latency="50 us", name="star")
@@ -106,6 +109,7 @@ RESULTS = (
     "lab.fitting.result",
     "lab.rehearsal.outcome",
     "lab.validation.result",
+    "training.result",
 )
 """Modules with classes of results."""
 Made = Callable[[Path], list[str]]
@@ -609,7 +613,7 @@ def _read_measurements(folder: Path) -> None:
         hosts_of(one, Constants())
 
 
-def _results() -> dict[str, Result]:
+def results() -> dict[str, Result]:
     constants, accuracy = Constants().to_dict(), SimulatorAccuracy(0.9, 0.1, 0.8, 0.05, 0.1)
     runs = (fitting_runs.FitRun("trial", 0, "linear", ("star",), accuracy, 1.5),)
     rehearsed = [
@@ -692,6 +696,21 @@ def _results() -> dict[str, Result]:
             emulated={"links": False},
             standings=tuple(one.summary() for one in standings(rehearsed)),
         ),
+        "train": TrainingResult(
+            settings=TrainingSettings.parse({"model": {"kind": "flat", "mib": 1.0}}),
+            emulated={"links": False, "compute": False},
+            cluster=CLUSTER.to_dict(),
+            world_size=2,
+            strategy="autosync",
+            plan=None,
+            metrics={"loss": 0.5, "accuracy": math.nan},
+            epochs=1,
+            steps=2,
+            seconds=1.0,
+            median_step_seconds=0.1,
+            step_seconds_by_rank=times,
+            checkpoint=None,
+        ),
         "validate": ValidationResult(
             settings=ValidationSettings(),
             constants=constants,
@@ -713,13 +732,13 @@ def _comparison() -> ConvergenceDocument:
 
 
 def _make_results(folder: Path) -> list[str]:
-    for verb, result in _results().items():
+    for verb, result in results().items():
         result.write(folder / verb)
-    return [f"{verb}/{RESULT}" for verb in _results()]
+    return [f"{verb}/{RESULT}" for verb in results()]
 
 
 def _read_results(folder: Path) -> Use:
-    found = [type(result).read(folder / verb) for verb, result in _results().items()]
+    found = [type(result).read(folder / verb) for verb, result in results().items()]
     return lambda: [one.to_dict() for one in found]
 
 
