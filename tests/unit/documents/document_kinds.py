@@ -30,16 +30,18 @@ from hydra_plugins.autosync import _study as sweeps
 from hydra_plugins.autosync._space import read_space as sweep_space
 from lightning_autosync.cli import predict as predicting
 from lightning_autosync.cli.arguments import prepared
-from lightning_autosync.cli.report import report
+from lightning_autosync.cli.report import ReportResult, report
 from lightning_autosync.cli.validate import hosts_of
 from lightning_autosync.cluster import ClusterSpec, configuration_directory, read_resource_spec, resolve_cluster
 from lightning_autosync.documents import RESULT, Result, append_lines, checked, write_text
 from lightning_autosync.hybrid.mesh import Links, near_order
 from lightning_autosync.hybrid.plan import HybridPlan
+from lightning_autosync.hybrid.prediction import Sent
 from lightning_autosync.hybrid.pricing import Pricing
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.lab.collection.result import CollectionResult
 from lightning_autosync.lab.collection.settings import CollectionSettings
+from lightning_autosync.lab.convergence.isolation import GroupStatistics, IsolationResult, IsolationRow
 from lightning_autosync.lab.convergence.result import ConvergenceDocument, ConvergenceResult, TrainingRun, load_rates
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.lab.fitting import comparison as fitting_runs
@@ -69,8 +71,10 @@ from lightning_autosync.measure.session import Contender
 from lightning_autosync.measure.step_time import Interval
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.replay import Constants, Replay, least_step
+from lightning_autosync.replay import Constants, MessageSpan, Replay, Span, Timeline, least_step
 from lightning_autosync.report.comparison import find_runs
+from lightning_autosync.report.hybrid_prediction import HybridPredictionResult
+from lightning_autosync.report.predict import PredictionResult
 from lightning_autosync.report.summary import summary_row
 from lightning_autosync.report.timeline import TIMELINES, load_timelines, save_timelines, write_trace
 from lightning_autosync.search import studies
@@ -109,6 +113,10 @@ RESULTS = (
     "lab.fitting.result",
     "lab.rehearsal.outcome",
     "lab.validation.result",
+    "lab.convergence.isolation",
+    "cli.report",
+    "report.predict",
+    "report.hybrid_prediction",
     "training.result",
 )
 """Modules with classes of results."""
@@ -677,6 +685,31 @@ def results() -> dict[str, Result]:
             runs=runs,
             seconds={"fitting": 0.1},
         ),
+        "isolation": IsolationResult(
+            settings=_convergence(),
+            rows=(IsolationRow("equal", "groups", GroupStatistics(0.1, 9, 1, 0.2), GroupStatistics(0.0, 9, 5, 0.1)),),
+        ),
+        "predict": PredictionResult(
+            step_time=0.3,
+            synchronization_time=0.1,
+            timeline=Timeline(0.3, (MessageSpan("w", 0.1, 0.2, 0.1),), ((Span("forward", 0.0, 0.1),),), {"a > b": 0.5}),
+            hosts=(0.5, 0.5),
+            cores=None,
+            critical_path=(Span("forward", 0.0, 0.1),),
+            step_bound=0.2,
+            synchronization_bound=0.1,
+            bounds_are="exact",
+            bound_share=2 / 3,
+        ),
+        "predict, hybrid": HybridPredictionResult(
+            plan="0123456789ab",
+            step_seconds=0.3,
+            seconds={"forward pass": 0.1},
+            bytes=8.0,
+            sent=(Sent("forward", (0,), "all_gather", 8.0),),
+            memory={"state": 8.0, "step": 16.0},
+        ),
+        "report": ReportResult(report="report.html", runs=({"directory": "run", "seconds": None},)),
         "probe": ProbeDocument(
             settings={"ranks": 2},
             cluster=CLUSTER.to_dict(),
