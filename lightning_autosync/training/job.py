@@ -97,9 +97,10 @@ def _train_by_workers(
         ) as pool,
     ):
         try:
-            return TrainingResult.from_dict(pool.run(train_worker, request=request)[0], "rank 0")
+            found = pool.run(train_worker, request=request)[0]
         except WorkerError as error:
             raise _plain(error) from error
+    return TrainingResult.from_dict(found, "rank 0")
 
 
 def _plain(error: WorkerError) -> Exception:
