@@ -17,7 +17,6 @@ from lightning_autosync.documents import (
     PositiveDuration,
     Record,
     Result,
-    check_format,
     read_data,
 )
 from lightning_autosync.errors import DocumentError
@@ -178,10 +177,7 @@ def read_hybrid_result(directory: Path) -> HybridTuningResult:
         raise DocumentError(
             f"{directory}: no {RESULT} in it; expected the directory of 'autosync tune parallel=hybrid'"
         )
-    data = read_data(path)
-    if isinstance(data, dict):
-        check_format(data.get("format"), HybridTuningResult.FORMAT, str(path), DocumentError)
-    return HybridTuningResult.from_dict(data, source=str(path))
+    return HybridTuningResult.from_dict(read_data(path), source=str(path))
 
 
 def is_hybrid_run(directory: Path) -> bool:
