@@ -45,9 +45,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByProcesses(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test with another pool than its file's, because another worker of xdist would start that pool again."""
+    for item in items:
+        file = item.nodeid.split("::", 1)[0]
+        used = {pool for pool in POOLS if {*pool.split("|")} & {*getattr(item, "fixturenames", ())}}
+        if used - {_processes(file)}:
+            raise pytest.UsageError(
+                f"{item.nodeid}: it uses {', '.join(sorted(used))}, but its file runs with {_processes(file)}; let a "
+                "test function of the file name the pool, and use one pool in a file"
+            )
+
+
 @cache
 def _processes(file: str) -> str:
-    """The pool that tests of a file use, or the file's name."""
+    """The pool that tests of a file use, or the file's name. xdist asks where no tests are collected; see the check."""
     text = (TESTS.parent / file).read_text()
     return next((pool for pool in POOLS if re.search(rf"def test_\w+\([^)]*\b({pool})\b", text)), file)
 

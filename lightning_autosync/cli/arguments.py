@@ -14,7 +14,7 @@ import yaml
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.cluster.files import shipped_clusters
-from lightning_autosync.documents import naming_lines, read_data, write_text
+from lightning_autosync.documents import SUFFIXES, naming_lines, read_data, write_text
 from lightning_autosync.errors import ClusterError, DocumentError
 
 RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
@@ -29,7 +29,6 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
 accept them (`Configuration.RENAMED`). But Hydra rejects old names on the command line, so they are replaced there."""
 WORDS: Mapping[str, tuple[str, ...]] = {"cache": ("action", "key")}
 """By verb, the keys whose values may be given as words without their names, in this order."""
-_FILES = (".yaml", ".yml", ".json")
 _DIRECTORY = ("--config-dir", "-cd")
 _SEARCH_PATH = "hydra.searchpath"
 _CLUSTER_PATH = re.compile(r"[+~]*cluster(?:@[^=]*)?=.*(?:\.\.|(?<=[\s'\"(\[,=])/|\.(?:ya?ml|json)\b)")
@@ -172,7 +171,7 @@ def _with_options(argument: str, directories: Sequence[str], folder: Path) -> st
     """``cluster=FILE,...`` with each file replaced by an option in ``folder``; other arguments are unchanged."""
     key, _, value = argument.partition("=")
     choices = value.split(",") if key == "cluster" else []
-    files = {choice: Path(os.path.abspath(choice)) for choice in choices if choice.endswith(_FILES)}
+    files = {choice: Path(os.path.abspath(choice)) for choice in choices if choice.endswith(SUFFIXES)}
     if not files:
         _refuse_paths(argument)
         return argument
@@ -191,7 +190,7 @@ def _refuse_paths(argument: str) -> None:
     if _CLUSTER_PATH.match(argument):
         raise DocumentError(
             f"'{argument}': a path is not allowed here; give cluster=FILE, or several as cluster=FILE,FILE with -m; "
-            f"names must end in {', '.join(_FILES)}, without quotes or brackets"
+            f"names must end in {', '.join(SUFFIXES)}, without quotes or brackets"
         )
 
 

@@ -14,10 +14,11 @@ from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hosts import job_hosts
+from lightning_autosync.measure.timelines import measure_timeline
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
-from lightning_autosync.report.compare import compare_timelines
+from lightning_autosync.report.timeline import compare_timelines
 from lightning_autosync.workload import Workload
 
 _WITHOUT_COMPUTE = ("flat", "paced")
@@ -82,5 +83,6 @@ def _draw_timeline(result: BenchResult, constants: Constants, directory: Path) -
         settings.launch.open(cluster) as launch,
         WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
     ):
-        compare_timelines(plan, workload, cluster, pool, directory, constants)
+        measured = measure_timeline(plan, workload, cluster, pool)
+    compare_timelines(measured, plan, workload, cluster, directory, constants)
     print(f"{directory}: timeline.svg, timeline.png, trace.json, timelines.json of contender '{name}'")

@@ -5,12 +5,11 @@ With ``isolation`` it only simulates how groups form: nothing trains, and there 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cli.tables import table_console
-from lightning_autosync.documents import write_text
+from lightning_autosync.documents import RESULT
 from lightning_autosync.lab.convergence.comparison import compare
 from lightning_autosync.lab.convergence.isolation import simulate_groups, survey_remarks, survey_table
 from lightning_autosync.lab.convergence.output import draw, remarks, result_table
@@ -30,8 +29,8 @@ def converge(configuration: dict[str, Any], directory: Path) -> None:
         console.print(survey_table(survey))
         for line in survey_remarks(survey):
             console.print(line, soft_wrap=True, highlight=False)
-        write_text(directory / "result.json", json.dumps(survey.to_dict()) + "\n")
-        console.print(f"{directory / 'result.json'}", soft_wrap=True, highlight=False)
+        survey.write(directory)
+        console.print(f"{directory / RESULT}", soft_wrap=True, highlight=False)
         return
     result = compare(settings)
     for speed in result.settings.chosen_speeds:
@@ -40,4 +39,4 @@ def converge(configuration: dict[str, Any], directory: Path) -> None:
         console.print(line, soft_wrap=True, highlight=False)
     result.document().write(directory)
     draw(result, directory / "result.png")
-    console.print(f"{directory / 'result.json'}, {directory / 'result.png'}", soft_wrap=True, highlight=False)
+    console.print(f"{directory / RESULT}, {directory / 'result.png'}", soft_wrap=True, highlight=False)

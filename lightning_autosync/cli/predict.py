@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
-from lightning_autosync.documents import Configuration
+from lightning_autosync.documents import Configuration, is_path
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.capture import capture
-from lightning_autosync.hybrid.plan import HybridPlan, is_hybrid
+from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.measure.models.recipes import AnyModel
@@ -21,8 +21,6 @@ from lightning_autosync.replay import Constants
 from lightning_autosync.report.hybrid_prediction import predict_hybrid
 from lightning_autosync.report.predict import predict as predict_step
 from lightning_autosync.workload import Workload, catalogue
-
-_FILES = (".yaml", ".yml", ".json")
 
 
 class PredictSettings(Configuration):
@@ -56,7 +54,7 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
         AutoSyncError: a setting is wrong, or plan, workload and cluster do not match.
     """
     settings = PredictSettings.parse(configuration)
-    if settings.plan.endswith(_FILES) and is_hybrid(settings.plan):
+    if is_path(settings.plan) and HybridPlan.is_in(settings.plan):
         print(_predict_hybrid(settings, directory), end="")
         print(f"{directory}: result.json, mesh.svg")
         return
@@ -80,7 +78,7 @@ def _predict_hybrid(settings: PredictSettings, directory: Path) -> str:
 
 
 def _workload(settings: PredictSettings) -> Workload:
-    if not settings.workload.endswith(_FILES):
+    if not is_path(settings.workload):
         return catalogue.build(settings.workload, **settings.model)
     if settings.model:
         raise DocumentError(f"model: workload '{settings.workload}' is a file and takes no arguments; leave model out")
@@ -92,7 +90,7 @@ def _cluster(value: str | dict[str, Any]) -> ClusterSpec:
 
 
 def _plan(settings: PredictSettings, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
-    if settings.plan.endswith(_FILES):
+    if is_path(settings.plan):
         if settings.arguments:
             raise DocumentError(f"arguments: plan '{settings.plan}' is a file and takes no arguments; leave them out")
         return SyncPlan.load(settings.plan)

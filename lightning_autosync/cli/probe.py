@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_autosync.cli.tables import table_console
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import RESULT
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.launches.settings import LaunchSettings
@@ -47,7 +48,7 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
         console.print(links_table(cluster, truth))
     console.print(f"{answer['transfers']} transfers, {answer['seconds']:.0f} s", highlight=False)
     result.write(directory)
-    files = ["result.json", "cluster.yaml"]
+    files = [RESULT, "cluster.yaml"]
     cluster.save(directory / "cluster.yaml")
     if answer["constants"] is not None:
         Constants.from_dict(answer["constants"]).save(directory / "constants.yaml")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import optuna
 from pydantic import model_validator
 
-from lightning_autosync.documents import Configuration, write_text
+from lightning_autosync.documents import Configuration, Result
 from lightning_autosync.report.comparison import find_runs, write_comparison
 from lightning_autosync.report.hybrid import hybrid_row, write_hybrid_report
 from lightning_autosync.report.page import REPORT, write_report
 from lightning_autosync.report.summary import summary_row
 from lightning_autosync.report.tuning_run import TuningRun
 from lightning_autosync.search.hybrid.result import is_hybrid_run, read_hybrid_result
-
-FORMAT = "autosync-report/1"
 
 
 class ReportSettings(Configuration):
@@ -39,6 +36,20 @@ class ReportSettings(Configuration):
         if (self.run is None) == (not self.runs):
             raise ValueError("run: give either run=DIR, or runs=DIR or runs=[DIR,DIR,...] to compare several")
         return self
+
+
+class ReportResult(Result):
+    """What was reported.
+
+    Attributes:
+        report: path of the report.
+        runs: a row for each run.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-report/1"
+
+    report: str
+    runs: tuple[dict[str, Any], ...]
 
 
 def report(configuration: dict[str, Any], directory: Path) -> None:
@@ -68,5 +79,5 @@ def report(configuration: dict[str, Any], directory: Path) -> None:
 
 
 def _leave(directory: Path, path: Path, rows: list[dict[str, Any]]) -> None:
-    write_text(directory / "result.json", json.dumps({"format": FORMAT, "report": str(path), "runs": rows}) + "\n")
+    ReportResult(report=str(path), runs=tuple(rows)).write(directory)
     print(path)

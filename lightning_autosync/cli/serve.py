@@ -6,18 +6,28 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat, ValidationError
+from pydantic import Field, PositiveFloat, model_validator
+from typing_extensions import Self
 
-from lightning_autosync.documents import Count, Index, Integer, Record, describe_validation_error
+from lightning_autosync.documents import Configuration, Count, Index, Integer
 from lightning_autosync.engine.rendezvous import find_store
 from lightning_autosync.engine.secret import required_secret
-from lightning_autosync.errors import DocumentError, ExchangeError
+from lightning_autosync.errors import ExchangeError
 from lightning_autosync.relaxed.server.server import serve as serve_until_the_end
 from lightning_autosync.relaxed.transport.heartbeat import read_heartbeat
 
 
-class ServeSettings(Record):
-    """The settings of ``conf/serve.yaml``."""
+class ServeSettings(Configuration):
+    """Which server this process is, and the job that it joins.
+
+    Attributes:
+        host, port: address of the job's store.
+        rank: rank of this process; those of servers follow the workers'.
+        size: number of workers and servers together.
+        address: this node's own address; None for that of the interface with the route to the store.
+        timeout: seconds that meeting the others may take.
+        heartbeat: settings for the loss of silent workers.
+    """
 
     host: Annotated[str, Field(min_length=1)]
     port: Annotated[Integer, Field(gt=0, lt=65536)]
@@ -27,20 +37,11 @@ class ServeSettings(Record):
     timeout: PositiveFloat
     heartbeat: dict[str, PositiveFloat]
 
-    @classmethod
-    def parse(cls, configuration: dict[str, Any]) -> ServeSettings:
-        """Settings from a composed configuration.
-
-        Raises:
-            DocumentError: a value is missing or not allowed.
-        """
-        try:
-            settings = cls.model_validate(configuration)
-        except ValidationError as error:
-            raise DocumentError(f"conf/serve.yaml: {describe_validation_error(error)}") from None
-        if settings.rank >= settings.size:
-            raise DocumentError(f"conf/serve.yaml: rank: {settings.rank} is out of range; size is {settings.size}")
-        return settings
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rank >= self.size:
+            raise ValueError(f"rank: {self.rank} is out of range; size is {self.size}")
+        return self
 
 
 def serve(configuration: dict[str, Any], directory: Path) -> None:

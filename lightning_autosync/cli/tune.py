@@ -22,10 +22,11 @@ from lightning_autosync.errors import AutoSyncError, TuningError, UnwritableErro
 from lightning_autosync.interrupts import STATUS
 from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.measure.launches.launch import require_torchrun
+from lightning_autosync.measure.timelines import measure_timeline
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.measure.workers.job_pool import serve
-from lightning_autosync.report.compare import compare_timelines
 from lightning_autosync.report.page import REPORT, write_report
+from lightning_autosync.report.timeline import compare_timelines
 from lightning_autosync.report.tuning_run import TuningRun as ReportedRun
 from lightning_autosync.search.hybrid.result import HybridTuningResult
 from lightning_autosync.search.tuning.result import RESULT
@@ -155,4 +156,5 @@ def _trace(outcome: TuningOutcome, directory: Path) -> None:
         settings.launch.open(job.cluster) as launch,
         WorkerPool(job.cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
     ):
-        compare_timelines(plan, job.workload, job.cluster, pool, directory, emulated_hosts(settings.constants))
+        measured = measure_timeline(plan, job.workload, job.cluster, pool)
+    compare_timelines(measured, plan, job.workload, job.cluster, directory, emulated_hosts(settings.constants))

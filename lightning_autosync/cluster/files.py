@@ -9,10 +9,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.documents import checked, naming_lines, read_data
+from lightning_autosync.documents import checked, is_path, naming_lines, read_data
 from lightning_autosync.errors import ClusterError
-
-_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def shipped_clusters() -> dict[str, Path]:
@@ -34,9 +32,7 @@ def configuration_directory() -> Path:
 
 
 def resolve_cluster(value: ClusterSpec | str | os.PathLike[str]) -> ClusterSpec:
-    """A cluster from a spec, from the path of a file, or from the name of a shipped cluster.
-
-    Text is a path if it ends in .yaml, .yml or .json or contains a directory; otherwise it is a name.
+    """A cluster from a spec, from the path of a file, or from the name of a shipped cluster (see `is_path`).
 
     Raises:
         ClusterError: the file is wrong, no shipped cluster has this name, or ``value`` has another type.
@@ -45,13 +41,12 @@ def resolve_cluster(value: ClusterSpec | str | os.PathLike[str]) -> ClusterSpec:
         return value
     if not isinstance(value, str | os.PathLike):
         raise ClusterError(f"cluster: expected a ClusterSpec, a path or a name, got {type(value).__name__}")
-    text = os.fspath(value)
-    if isinstance(value, os.PathLike) or text.endswith(_SUFFIXES) or os.path.dirname(text):
-        return ClusterSpec.load(text)
-    shipped = shipped_clusters()
-    if text not in shipped:
-        raise ClusterError(f"cluster: no shipped cluster is named '{text}'; allowed: {', '.join(shipped)}")
-    return ClusterSpec.load(shipped[text])
+    if is_path(value):
+        return ClusterSpec.load(value)
+    name, shipped = os.fspath(value), shipped_clusters()
+    if name not in shipped:
+        raise ClusterError(f"cluster: no shipped cluster is named '{name}'; allowed: {', '.join(shipped)}")
+    return ClusterSpec.load(shipped[name])
 
 
 _GBPS = 1e9 / 8

@@ -17,6 +17,7 @@ from lightning_autosync.documents.fields import (
     Duration,
     Index,
     Integer,
+    Metric,
     PositiveDuration,
     TimeOffset,
 )
@@ -39,7 +40,7 @@ from lightning_autosync.documents.limits import (
     MOST_VALUES,
     MOST_YAML_BYTES,
 )
-from lightning_autosync.documents.reading import parse_json, read_data, read_text, whole_lines
+from lightning_autosync.documents.reading import SUFFIXES, is_path, parse_json, read_data, read_text, whole_lines
 from lightning_autosync.documents.records import (
     PLAIN,
     RESULT,
@@ -66,12 +67,14 @@ __all__ = [
     "MOST_YAML_BYTES",
     "PLAIN",
     "RESULT",
+    "SUFFIXES",
     "Configuration",
     "Count",
     "Document",
     "Duration",
     "Index",
     "Integer",
+    "Metric",
     "PositiveDuration",
     "Record",
     "Result",
@@ -87,6 +90,7 @@ __all__ = [
     "digest_text",
     "held",
     "identity",
+    "is_path",
     "naming_lines",
     "parse_json",
     "read_data",

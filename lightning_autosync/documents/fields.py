@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
-from pydantic import Field, Strict
+from pydantic import BeforeValidator, Field, PlainSerializer, Strict
 
 LEAST, LONGEST = 1e-12, 1e9
 """Smallest and largest measured time in seconds."""
@@ -22,3 +23,10 @@ Duration = Annotated[float, Field(ge=0, le=LONGEST)]
 """Measured seconds, possibly zero."""
 TimeOffset = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
 """Seconds since a reference time, possibly negative."""
+Metric = Annotated[
+    float,
+    Field(allow_inf_nan=True),
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None, when_used="json"),
+]
+"""A number that a training that diverged does not have: NaN here, and null in a file, because JSON has no NaN."""

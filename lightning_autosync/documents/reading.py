@@ -19,7 +19,17 @@ from lightning_autosync.documents.text import MOST_SHOWN, shortened, shown
 from lightning_autosync.documents.yaml_loader import Loader
 from lightning_autosync.errors import DocumentError
 
+SUFFIXES = (".yaml", ".yml", ".json")
+"""Suffixes of documents' files."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def is_path(value: str | os.PathLike[str]) -> bool:
+    """Whether a value is the path of a document rather than a name, such as that of a builder or a shipped cluster.
+
+    Text is a path if it ends in .yaml, .yml or .json or contains a directory.
+    """
+    return isinstance(value, os.PathLike) or value.endswith(SUFFIXES) or bool(os.path.dirname(value))
 
 
 def read_text(path: Path, error: type[DocumentError] = DocumentError, source: str | None = None) -> str:

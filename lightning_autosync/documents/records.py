@@ -97,10 +97,12 @@ def with_current_names(data: Any, renamed: Mapping[str, str]) -> Any:
 class Document(Record):
     """A frozen record with a file form.
 
-    Subclasses set ``FORMAT`` (name and version of the file form) and ``ERROR`` (class of the errors).
+    Subclasses set ``FORMAT`` (name and version of the file form), ``ERROR`` (class of the errors), and ``FINITE``
+    (whether files must have no infinities and NaN even in parts that are plain data).
     """
 
     FORMAT: ClassVar[str]
+    FINITE: ClassVar[bool] = True
     ERROR: ClassVar[type[DocumentError]] = DocumentError
 
     @classmethod
@@ -125,13 +127,28 @@ class Document(Record):
         return {"format": self.FORMAT, **self.model_dump(mode="json", exclude_defaults=True)}
 
     @classmethod
+    def describes(cls, data: Any) -> bool:
+        """Whether plain data has the format line of this kind of document, of any version."""
+        kind = cls.FORMAT.rpartition("/")[0]
+        return isinstance(data, dict) and str(data.get("format")).startswith(f"{kind}/")
+
+    @classmethod
+    def is_in(cls, path: str | os.PathLike[str]) -> bool:
+        """Whether a file contains this kind of document, of any version.
+
+        Raises:
+            DocumentError: the file cannot be read, or is not plain data (the class is ``ERROR``).
+        """
+        return cls.describes(read_data(path, cls.ERROR))
+
+    @classmethod
     def load(cls: type[DocumentType], path: str | os.PathLike[str]) -> DocumentType:
         """Read the document from a ``.yaml``, ``.yml`` or ``.json`` file.
 
         Raises:
             DocumentError: the file cannot be read, or its content is wrong (the class is ``ERROR``).
         """
-        data = read_data(path, cls.ERROR)
+        data = read_data(path, cls.ERROR, finite=cls.FINITE)
         with naming_lines(path):
             return cls.from_dict(data, source=str(path))
 
@@ -155,6 +172,8 @@ class Document(Record):
 
 class Result(Document):
     """The result of a command: ``result.json`` in its directory, in which no field is left out."""
+
+    FINITE: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, the format line first."""

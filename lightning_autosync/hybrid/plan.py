@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
@@ -14,7 +13,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from lightning_autosync.cluster.shapes import MOST_RANKS
-from lightning_autosync.documents import Count, Document, Index, Record, read_data
+from lightning_autosync.documents import Count, Document, Index, Record
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 
@@ -22,18 +21,6 @@ Signature = Literal["dp", "col", "row", "heads", "rep"]
 Layout = Literal["batch", "features", "full"]
 MOST_DIMENSIONS = 8
 """Largest number of dimensions of a mesh."""
-
-
-def is_hybrid(path: str | os.PathLike[str]) -> bool:
-    """Whether a plan file contains a hybrid plan, of any version.
-
-    Raises:
-        PlanError: the file cannot be read, or is not a mapping.
-    """
-    data = read_data(path, PlanError)
-    if not isinstance(data, dict):
-        raise PlanError(f"{path}: expected a mapping of fields, got {type(data).__name__}")
-    return str(data.get("format")).startswith("autosync-hybrid/")
 
 
 def groups_along(ranks: NDArray[numpy.int64], dimensions: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy
+from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
@@ -55,7 +56,7 @@ class Sent:
         bytes: bytes of payload.
     """
 
-    phase: Pass
+    phase: Annotated[Pass, Field(alias="pass")]
     dimensions: tuple[int, ...]
     collective: Collective
     bytes: float

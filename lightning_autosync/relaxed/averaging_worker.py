@@ -39,7 +39,7 @@ need time to notice who is lost."""
 _MODEL = "worker.model"
 
 
-class Group(NamedTuple):
+class WorkerGroup(NamedTuple):
     """Workers that averaged together.
 
     Attributes:
@@ -95,7 +95,7 @@ class AveragingWorker(Synchronizer):
         # The controller names the ranks that do not come. This longer timeout is only for a silent controller.
         self._client = ControllerClient(mesh, timeout + stall)
         self._controller = Controller(mesh, coordinator) if coordinator is not None else None
-        self.group: Group | None = None
+        self.group: WorkerGroup | None = None
         self._averages_momentum = momentum
         self._optimizer: Optimizer | None = None
         """The optimizer of the last step."""
@@ -265,7 +265,7 @@ class AveragingWorker(Synchronizer):
             kind, header = self._client.receive("donate", "group")
             if kind == "group":
                 bridging, active = header.get("bridging", False), header.get("active", 0)
-                self.group = Group(header["generation"], tuple(header["members"]), bridging, active)
+                self.group = WorkerGroup(header["generation"], tuple(header["members"]), bridging, active)
                 return header
             self._donate(header["takers"], steps_back)
 

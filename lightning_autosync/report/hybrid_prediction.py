@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import write_text
+from lightning_autosync.documents import Result
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.cost import (
     BACKWARD,
@@ -25,12 +24,11 @@ from lightning_autosync.hybrid.cost import (
 )
 from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.memory import peak_bytes
-from lightning_autosync.hybrid.prediction import HybridPrediction, predict
+from lightning_autosync.hybrid.prediction import HybridPrediction, Sent, predict
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.report.figures.hybrid import mesh_picture
 from lightning_autosync.report.rendering import milliseconds
 
-FORMAT = "autosync-hybrid-prediction/1"
 _PARTS = {
     "forward pass": FORWARD,
     "backward pass": BACKWARD,
@@ -40,6 +38,28 @@ _PARTS = {
     "optimizer": UPDATE,
 }
 _WIDTH = 120
+
+
+class HybridPredictionResult(Result):
+    """One prediction.
+
+    Attributes:
+        plan: fingerprint of the plan.
+        step_seconds: seconds of a step.
+        seconds: seconds of each part of a step.
+        bytes: bytes that each rank sends in a step.
+        sent: these bytes by pass, dimensions and collective.
+        memory: bytes of a rank's ``state``, and the most that a ``step`` needs beside it.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-hybrid-prediction/1"
+
+    plan: str
+    step_seconds: float
+    seconds: dict[str, float]
+    bytes: float
+    sent: tuple[Sent, ...]
+    memory: dict[str, float]
 
 
 def predict_hybrid(
@@ -60,7 +80,7 @@ def predict_hybrid(
         ClusterError: the rates of the links are unknown.
     """
     found = predict(plan, graph, cluster, rates, Settings(slots=slots))
-    write_text(directory / "result.json", json.dumps(_data(plan, found)) + "\n")
+    _result(plan, found).write(directory)
     mesh_picture(plan, cluster).figure.savefig(directory / "mesh.svg")
     lines = [f"a step takes {milliseconds(found.step_seconds)}; a rank sends {found.bytes / 1e6:.3f} MB and needs "]
     lines[0] += f"{found.memory / 1e6:.1f} MB"
@@ -81,16 +101,12 @@ def _traffic(found: HybridPrediction) -> str:
     return text.getvalue()
 
 
-def _data(plan: HybridPlan, found: HybridPrediction) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "plan": plan.fingerprint,
-        "step_seconds": found.step_seconds,
-        "seconds": {name: float(found.costs[place]) for name, place in _PARTS.items()},
-        "bytes": found.bytes,
-        "sent": [
-            {"pass": one.phase, "dimensions": one.dimensions, "collective": one.collective, "bytes": one.bytes}
-            for one in found.sent
-        ],
-        "memory": {"state": float(found.costs[STATE]), "step": peak_bytes(found.stages)},
-    }
+def _result(plan: HybridPlan, found: HybridPrediction) -> HybridPredictionResult:
+    return HybridPredictionResult(
+        plan=plan.fingerprint,
+        step_seconds=found.step_seconds,
+        seconds={name: float(found.costs[place]) for name, place in _PARTS.items()},
+        bytes=found.bytes,
+        sent=found.sent,
+        memory={"state": float(found.costs[STATE]), "step": peak_bytes(found.stages)},
+    )

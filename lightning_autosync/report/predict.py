@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import write_text
+from lightning_autosync.documents import Result
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.replay import Bound, Constants, Prediction, Replay, least_step, synchronization_bound
-from lightning_autosync.report.timeline import draw_timelines, write_trace
+from lightning_autosync.replay import (
+    Bound,
+    Constants,
+    Prediction,
+    Replay,
+    Span,
+    Timeline,
+    least_step,
+    synchronization_bound,
+)
+from lightning_autosync.report.timeline import write_timelines
 from lightning_autosync.workload import Workload
 
-FORMAT = "autosync-prediction/1"
-CUT_BOUND = "cut bound"
+CUT_BOUND: Literal["cut bound"] = "cut bound"
 """Kind of bound for a cluster too large for the linear program: no plan is faster, but possibly none is as fast."""
 _BUSIEST = 8
 """Number of links in the text."""
+
+
+class PredictionResult(Result):
+    """``autosync-prediction/1``: a `Prediction` without the demand, which would be too large, and its bounds.
+
+    Attributes:
+        step_bound: least seconds of a step under an exact plan.
+        synchronization_bound: least seconds of a synchronization.
+        bounds_are: ``exact``, or ``cut bound``.
+        bound_share: ``step_bound`` divided by the step time of an exact plan; None for other plans.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-prediction/1"
+
+    step_time: float
+    synchronization_time: float
+    timeline: Timeline
+    hosts: tuple[float, ...]
+    cores: float | None
+    critical_path: tuple[Span, ...]
+    step_bound: float
+    synchronization_bound: float
+    bounds_are: Literal["exact", "cut bound"]
+    bound_share: float | None
 
 
 def predict(
@@ -64,21 +96,19 @@ class _Bounds:
 
 
 def _write(prediction: Prediction, bounds: _Bounds, directory: Path) -> None:
-    timelines = {"predicted": prediction.timeline}
-    for name in ("timeline.svg", "timeline.png"):
-        draw_timelines(timelines, directory / name)
-    write_trace(timelines, directory / "trace.json")
-    fields = asdict(prediction)
-    del fields["demand"]  # too large: messages x channels; links and hosts have its sums
-    data = {
-        "format": FORMAT,
-        **fields,
-        "step_bound": bounds.step.seconds,
-        "synchronization_bound": bounds.synchronization,
-        "bounds_are": "exact" if bounds.step.exact else CUT_BOUND,
-        "bound_share": bounds.share(prediction.step_time),
-    }
-    write_text(directory / "result.json", json.dumps(data) + "\n")
+    write_timelines({"predicted": prediction.timeline}, directory)
+    PredictionResult(
+        step_time=prediction.step_time,
+        synchronization_time=prediction.synchronization_time,
+        timeline=prediction.timeline,
+        hosts=prediction.hosts,
+        cores=prediction.cores,
+        critical_path=prediction.critical_path,
+        step_bound=bounds.step.seconds,
+        synchronization_bound=bounds.synchronization,
+        bounds_are="exact" if bounds.step.exact else CUT_BOUND,
+        bound_share=bounds.share(prediction.step_time),
+    ).write(directory)
 
 
 def _text(prediction: Prediction, bounds: _Bounds) -> str:

@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import check_format, checked, read_data, write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.figures import save_figure
-from lightning_autosync.replay.prediction import Span, Timeline
+from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.replay import Constants, Replay, Span, Timeline
 from lightning_autosync.report.figures.picture import WIDTH, Picture, new_figure, styled
 from lightning_autosync.report.rendering import milliseconds
+from lightning_autosync.workload import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +34,35 @@ _MAX_ROWS = 40
 _MAX_LINKS = 8
 """Largest number of links in the timelines of a report; its picture of the cluster shows all."""
 _IMAGES = (".svg", ".png")
+
+
+def compare_timelines(
+    measured: Timeline,
+    plan: SyncPlan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    directory: str | os.PathLike[str],
+    constants: Constants | None = None,
+) -> None:
+    """Write a measured step of a plan and the predicted one, side by side, to ``directory``.
+
+    The files are those of `write_timelines` and ``timelines.json``. ``constants`` are the costs of the hosts; None
+    takes the defaults.
+
+    Raises:
+        AutoSyncError: plan, workload and cluster do not fit each other.
+    """
+    prediction = Replay(workload, cluster, constants).predict(compile_plan(plan, workload, cluster))
+    timelines = {"measured": measured, "predicted": prediction.timeline}
+    write_timelines(timelines, directory)
+    save_timelines(timelines, Path(directory) / TIMELINES)
+
+
+def write_timelines(timelines: Mapping[str, Timeline], directory: str | os.PathLike[str]) -> None:
+    """Write ``timeline.svg``, ``timeline.png`` and ``trace.json``, a trace for Chrome's viewer, to ``directory``."""
+    for name in ("timeline.svg", "timeline.png"):
+        draw_timelines(timelines, Path(directory) / name)
+    write_trace(timelines, Path(directory) / "trace.json")
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:

@@ -206,7 +206,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Group:
+class SamplerRuns:
     """Runs of one sampler for one workload on one cluster, with different seeds."""
 
     sampler: str
@@ -239,7 +239,7 @@ class Case:
     """
 
     title: str
-    groups: tuple[Group, ...]
+    groups: tuple[SamplerRuns, ...]
 
     @property
     def runs(self) -> list[TuningRun]:
@@ -271,5 +271,5 @@ def grouped(runs: Sequence[TuningRun]) -> list[Case]:
     made = []
     for (key, samplers), title in zip(cases.items(), titles, strict=True):
         name = title if titles.count(title) == 1 else f"{title} ({key[0][:4]}, {key[1][:4]})"
-        made.append(Case(name, tuple(Group(sampler, tuple(found)) for sampler, found in samplers.items())))
+        made.append(Case(name, tuple(SamplerRuns(sampler, tuple(found)) for sampler, found in samplers.items())))
     return made

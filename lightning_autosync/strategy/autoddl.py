@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
-from lightning_autosync.documents import read_data
+from lightning_autosync.documents import is_path
 from lightning_autosync.engine.replicas import require_equal_structures
 from lightning_autosync.errors import AutoSyncError, ClusterError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
@@ -358,14 +358,13 @@ def _read_given(value: HybridPlanArgument) -> tuple[HybridPlan | SyncPlan | None
         found, source = value, "plan"
     elif isinstance(value, str | os.PathLike):
         source = os.fspath(value)
-        if source in builders.names() or source in builders.relaxed_names():
+        if not is_path(value):
+            builders.find(source)
             raise PlanError(
                 f"plan: '{source}' is a plan for gradients, not for splitting operators; give a hybrid plan, or use "
                 "AutoSyncStrategy"
             )
-        data = read_data(source, PlanError)
-        synchronizes = isinstance(data, dict) and str(data.get("format")).startswith("autosync-plan/")
-        found = SyncPlan.load(source) if synchronizes else HybridPlan.load(source)
+        found = SyncPlan.load(source) if SyncPlan.is_in(source) else HybridPlan.load(source)
     else:
         raise PlanError(f"plan: expected a HybridPlan or a file of one, got {type(value).__name__}")
     _check_exact(found, source)

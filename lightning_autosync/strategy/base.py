@@ -96,7 +96,7 @@ class Replica(ABC):
             scaler: the precision plugin's loss scaler; None if there is none.
         """
 
-    def begin_epoch(self) -> None:
+    def leave_meeting(self) -> None:
         """Called when this rank begins an epoch, even if it gets no batch of it."""
 
     def begin_batch(self) -> None:
@@ -118,8 +118,8 @@ class Replica(ABC):
         """The context of an optimizer's step, which may compute the gradients in its closure."""
         return nullcontext()
 
-    def end_epoch(self) -> None:
-        """Called when this rank's part of an epoch is over, or when validation begins."""
+    def meet(self) -> None:
+        """Called where all live ranks meet: at the end of their part of an epoch, before validation, and at the end."""
 
     def end_training(self) -> None:
         """Called on all ranks when training ends."""

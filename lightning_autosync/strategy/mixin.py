@@ -220,23 +220,23 @@ class AutoSyncMixin(_Base):
         with self._replica.training_step(args):
             return super().training_step(*args, **kwargs)
 
-    def begin_epoch(self) -> None:
+    def leave_meeting(self) -> None:
         """Begin an epoch of training on this rank."""
         if self._replica is not None:
-            self._replica.begin_epoch()
+            self._replica.leave_meeting()
 
-    def end_epoch(self) -> None:
-        """End this rank's part of an epoch."""
+    def meet(self) -> None:
+        """Meet all live ranks, after this rank's part of an epoch."""
         if self._replica is not None:
-            self._replica.end_epoch()
+            self._replica.meet()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self.end_epoch()
+        self.meet()
 
     def end_training(self) -> None:
         """End training on this rank, before the user's hooks at its end, which may change the model on some ranks."""
-        self.end_epoch()
+        self.meet()
         if self._replica is not None:
             self._replica.end_training()
 

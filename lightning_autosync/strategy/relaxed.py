@@ -56,7 +56,7 @@ AVERAGING = ("partial_reduce", "periodic")
 class RelaxedReplica(Replica):
     """Synchronizes a module by partial reduce, periodic averaging or parameter servers.
 
-    Between two meetings (`end_epoch`), ranks may take different numbers of steps.
+    Between two meetings (`meet`), ranks may take different numbers of steps.
 
     Args:
         module: the module, on its device and in its dtype.
@@ -239,7 +239,7 @@ class RelaxedReplica(Replica):
         if not self._served and self._mesh.rank == 0 and rejoin_enabled():
             self._state_server = TrainerStateServer(self._mesh, self._progress.describe)
 
-    def begin_epoch(self) -> None:
+    def leave_meeting(self) -> None:
         """Leave the last meeting, on all ranks, even on one that gets no batch before the next meeting."""
         if not self._drained or self._synchronizer is None:
             return
@@ -247,7 +247,7 @@ class RelaxedReplica(Replica):
             drain = self._synchronizer.last_drain
             # Only this rank calls the callbacks' `state_dict`, so a collective call in it would hang.
             with refused_collectives(self._refused_call), self._computation():
-                self._state_server.begin_epoch(0 if drain is None else drain.number)
+                self._state_server.resume(0 if drain is None else drain.number)
         self._synchronizer.resume()
         self._drained = False
 
@@ -263,7 +263,7 @@ class RelaxedReplica(Replica):
             PlanError: a parameter was unfrozen, added, removed or replaced since training began.
         """
         self._check_parameters()
-        self.begin_epoch()
+        self.leave_meeting()
         if not self._has_stepped and not self._in_step:
             self._refusals.enter_context(refused_collectives(self._refused_call))
         self._has_stepped = True
@@ -304,15 +304,15 @@ class RelaxedReplica(Replica):
             else:
                 del optimizer.step
 
-    def end_epoch(self) -> None:
-        """Meet all ranks, which leave with the same model; do nothing if no epoch has begun since the last meeting."""
+    def meet(self) -> None:
+        """Meet all ranks, which leave with the same model; do nothing if this rank has not left the last meeting."""
         if self._drained or self._synchronizer is None:
             return
         self._synchronizer.drain()
         self._drained, self._has_stepped, self._rejoining = True, False, False
         self._refusals.close()
         if self._state_server is not None:
-            self._state_server.end_epoch()
+            self._state_server.pause()
         assert self._synchronizer.last_drain is not None
         self._members.follow(self._synchronizer.last_drain)
         if self._progress is not None:
@@ -352,16 +352,16 @@ class RelaxedReplica(Replica):
         Raises:
             ExchangeError: the call is refused, this rank was expelled, or a rank that the call needs is lost.
         """
-        self._meet(what, each_step)
+        self._meet_for(what, each_step)
         if self._synchronizer is not None:
             self._members.check(what)
         with self._members.collective(what):
             yield
 
     def before_checkpoint(self) -> None:
-        self._meet("a checkpoint")
+        self._meet_for("a checkpoint")
 
-    def _meet(self, what: str, each_step: bool = False) -> None:
+    def _meet_for(self, what: str, each_step: bool = False) -> None:
         """Meet all ranks for ``what``, or raise if it is not certain that all ranks come here."""
         if self._synchronizer is None or (self._stepping and self._in_step):
             return
@@ -374,7 +374,7 @@ class RelaxedReplica(Replica):
         between = self._has_stepped and self._trainer.training
         if self._computing or (between and (self._share is not None or (each_step and not self._in_step))):
             raise self._refusal(what, "log with on_step=False and on_epoch=True, or without sync_dist")
-        self.end_epoch()
+        self.meet()
 
     def _refusal(self, what: str, instead: str) -> ExchangeError:
         where = "inside a training step" if self._computing else "between training steps"
@@ -391,7 +391,7 @@ class RelaxedReplica(Replica):
 
     def gather_state(self) -> dict[str, Any] | None:
         """The checkpoint's entry, on rank 0. Call this after `optimizer_state`."""
-        self.end_epoch()
+        self.meet()
         return self._checkpoint.gather()
 
     def restore_state(self, entry: dict[str, Any] | None, steps: int) -> None:

@@ -12,8 +12,9 @@ from functools import wraps
 from typing import Any, Literal, ParamSpec
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.documents import is_path
 from lightning_autosync.errors import DocumentError, PlanError
-from lightning_autosync.hybrid.plan import is_hybrid
+from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
 from lightning_autosync.relaxed.transport.heartbeat import STALL, HeartbeatSettings, read_heartbeat, read_seconds
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
@@ -236,8 +237,8 @@ def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
     if not isinstance(value, str | os.PathLike):
         raise PlanError(f"plan: expected a SyncPlan, a file or a builder's name, got {type(value).__name__}")
     text = os.fspath(value)
-    if isinstance(value, os.PathLike) or text.endswith((".yaml", ".yml", ".json")) or os.path.dirname(text):
-        if is_hybrid(text):
+    if is_path(value):
+        if HybridPlan.is_in(text):
             raise PlanError(f"{text}: hybrid plans split operators; use AutoDDLStrategy(plan={text!r}) for them")
         return SyncPlan.load(text), text
     builders.find(text)

@@ -44,10 +44,10 @@ class EpochBarrier(_Callback):
     """
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.begin_epoch()
+        trainer.strategy.leave_meeting()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.end_epoch()
+        trainer.strategy.meet()
 
 
 class ErrorReport(_Callback):

@@ -26,8 +26,8 @@ _SAVED = ("_last_checkpoint_saved", "_last_global_step_saved")
 class TrainerStateServer:
     """Sends the state of rank 0's Trainer to ranks that return, on the mesh's thread.
 
-    It answers only during epochs, with the state at their beginning, because callbacks and schedules change between
-    epochs.
+    It answers only between two meetings of the ranks, with the state after the first, because callbacks and schedules
+    change while ranks meet.
 
     Args:
         mesh: the mesh of all ranks.
@@ -41,8 +41,8 @@ class TrainerStateServer:
         self._waiting: dict[int, dict[str, Any]] = {}
         self._unsubscribe = mesh.subscribe(_REQUEST, self._take)
 
-    def begin_epoch(self, drain: int) -> None:
-        """Begin an epoch after the drain with number ``drain``."""
+    def resume(self, drain: int) -> None:
+        """Answer again, after the drain with number ``drain``."""
         try:
             response = _Response(drain, "", self._describe())
         except Exception as cause:  # a fault in a user's callback must not end this rank, which does not need the state
@@ -53,8 +53,8 @@ class TrainerStateServer:
             for rank, request in waiting.items():
                 self._respond(rank, request)
 
-    def end_epoch(self) -> None:
-        """End the epoch; requests wait until the next one."""
+    def pause(self) -> None:
+        """Stop answering; requests wait until `resume`."""
         with self._lock:
             self._response = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -10,22 +9,23 @@ from typing import Any
 
 from lightning_autosync import errors
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import read_data, write_text
+from lightning_autosync.documents import is_path
 from lightning_autosync.errors import DocumentError, PlanError, UnwritableError
-from lightning_autosync.hybrid.plan import is_hybrid
+from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.launches.launch import is_slurm_task, refuse_within_torchrun, require_torchrun
 from lightning_autosync.measure.launches.settings import LaunchSettings, SlurmSettings
 from lightning_autosync.measure.launches.slurm import results, submit, tasks_of
 from lightning_autosync.measure.workers import WorkerError, WorkerPool
 from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.training.result import TrainingResult
 from lightning_autosync.training.settings import TrainingSettings
 
 START_TIMEOUT = 120.0
 """Seconds in which all ranks must start."""
 
 
-def run_job(settings: TrainingSettings, directory: Path) -> dict[str, Any] | None:
+def run_job(settings: TrainingSettings, directory: Path) -> TrainingResult | None:
     """Train, and write the result to ``result.json`` in ``directory``.
 
     Returns:
@@ -44,7 +44,7 @@ def run_job(settings: TrainingSettings, directory: Path) -> dict[str, Any] | Non
     if isinstance(settings.launch, LaunchSettings):
         refuse_within_torchrun(settings.launch.kind)
         result = _train_by_workers(settings, settings.launch, cluster, request)
-        write_text(directory / "result.json", json.dumps(result) + "\n")
+        result.write(directory)
         return result
     if isinstance(settings.launch, SlurmSettings):
         if not is_slurm_task():
@@ -67,8 +67,8 @@ def _plan_document(settings: TrainingSettings) -> dict[str, Any] | None:
     plan = settings.sync.plan
     if plan is None:
         return None
-    if plan.endswith((".yaml", ".yml", ".json")) or os.path.dirname(plan):
-        if is_hybrid(plan):
+    if is_path(plan):
+        if HybridPlan.is_in(plan):
             raise PlanError(
                 f"{plan}: 'autosync train' takes no hybrid plans, which split operators; train in a script with "
                 f"Trainer(strategy=AutoDDLStrategy(plan={plan!r}))"
@@ -80,7 +80,7 @@ def _plan_document(settings: TrainingSettings) -> dict[str, Any] | None:
 
 def _train_by_workers(
     settings: TrainingSettings, launch: LaunchSettings, cluster: ClusterSpec | None, request: dict[str, Any]
-) -> dict[str, Any]:
+) -> TrainingResult:
     from lightning_autosync.training.rank import train_worker
 
     ranks = cluster.world_size if cluster is not None else settings.ranks or 2
@@ -97,10 +97,10 @@ def _train_by_workers(
         ) as pool,
     ):
         try:
-            result: dict[str, Any] = pool.run(train_worker, request=request)[0]
+            found = pool.run(train_worker, request=request)[0]
         except WorkerError as error:
             raise _plain(error) from error
-    return result
+    return TrainingResult.from_dict(found, "rank 0")
 
 
 def _plain(error: WorkerError) -> Exception:
@@ -115,7 +115,7 @@ def _plain(error: WorkerError) -> Exception:
 
 def _train_by_slurm(
     settings: TrainingSettings, launch: SlurmSettings, cluster: ClusterSpec | None, request: dict[str, Any]
-) -> dict[str, Any] | None:
+) -> TrainingResult | None:
     nodes, tasks = (1, settings.ranks or 2) if cluster is None else tasks_of(cluster)
     from lightning_autosync.training.rank import train_task
 
@@ -126,8 +126,7 @@ def _train_by_slurm(
     if not launch.wait:
         return None
     results(job)
-    found: dict[str, Any] = read_data(directory / "result.json", finite=False)
-    return found
+    return TrainingResult.read(directory)
 
 
 def _torchrun_shape() -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import statistics
 import time
@@ -24,7 +23,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import write_text
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ClusterError, DocumentError, UnwritableError
 from lightning_autosync.measure.models.recipes import Batch, Model, model_of
@@ -32,6 +30,7 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
 from lightning_autosync.strategy.settings import PlanOfFile
 from lightning_autosync.targets import make, make_arguments
+from lightning_autosync.training.result import TrainingResult
 from lightning_autosync.training.settings import TrainingSettings
 
 
@@ -101,9 +100,6 @@ class StepTimes(L.Callback):
         self._last = time.perf_counter()  # validation within an epoch does not count as part of a step
 
 
-FORMAT = "autosync-training/1"
-
-
 @dataclass(frozen=True)
 class RankTraining:
     """The training of one rank.
@@ -126,7 +122,7 @@ class RankTraining:
 
 
 def train_worker(request: dict[str, Any]) -> dict[str, Any] | None:
-    """Train as a worker of a pool; returns the result on rank 0, None elsewhere.
+    """Train as a worker of a pool; returns the result as plain data on rank 0, None elsewhere.
 
     Args:
         request: documents ``settings``, ``cluster`` and ``plan`` of the training (the latter two may be None), and its
@@ -134,16 +130,17 @@ def train_worker(request: dict[str, Any]) -> dict[str, Any] | None:
     """
     settings, cluster, plan = _parsed(request)
     shape = (1, int(os.environ["WORLD_SIZE"])) if cluster is None else _shape(cluster, settings)
-    return train_rank(RankTraining(settings, request["directory"], *shape, cluster, plan))
+    result = train_rank(RankTraining(settings, request["directory"], *shape, cluster, plan))
+    return None if result is None else result.to_dict()
 
 
-def train_task(request: dict[str, Any], nodes: int, devices: int) -> dict[str, Any] | None:
+def train_task(request: dict[str, Any], nodes: int, devices: int) -> TrainingResult | None:
     """Like `train_worker`, as one rank of an already launched job; rank 0 writes ``result.json``."""
     settings, cluster, plan = _parsed(request)
     torch.set_num_threads(settings.threads)
     result = train_rank(RankTraining(settings, request["directory"], nodes, devices, cluster, plan))
     if result is not None:
-        write_text(Path(request["directory"]) / "result.json", json.dumps(result) + "\n")
+        result.write(Path(request["directory"]))
     return result
 
 
@@ -156,7 +153,7 @@ def _parsed(request: dict[str, Any]) -> tuple[TrainingSettings, ClusterSpec | No
     )
 
 
-def train_rank(job: RankTraining) -> dict[str, Any] | None:
+def train_rank(job: RankTraining) -> TrainingResult | None:
     """Make model, data and Trainer, train, and gather the results of all ranks; returns them on rank 0.
 
     Raises:
@@ -252,26 +249,25 @@ def _shape(cluster: ClusterSpec, settings: TrainingSettings) -> tuple[int, int]:
     return cluster.world_size, 1
 
 
-def _result(job: RankTraining, trainer: L.Trainer, seconds: float, by_rank: list[list[float]]) -> dict[str, Any]:
+def _result(job: RankTraining, trainer: L.Trainer, seconds: float, by_rank: list[list[float]]) -> TrainingResult:
     strategy, settings = trainer.strategy, job.settings
     plan = strategy.plan if isinstance(strategy, AutoSyncStrategy) else None
     checkpoint = trainer.checkpoint_callback
-    return {
-        "format": FORMAT,
-        "settings": settings.model_dump(mode="json"),
-        "emulated": {"links": settings.launch.kind == "emulated", "compute": settings.paced},
-        "cluster": None if job.cluster is None else job.cluster.to_dict(),
-        "world_size": trainer.world_size,
-        "strategy": settings.sync.strategy,
-        "plan": None if plan is None else plan.to_dict(),
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "epochs": trainer.current_epoch,
-        "steps": trainer.global_step,
-        "seconds": seconds,
-        "median_step_seconds": median_step(by_rank),
-        "step_seconds_by_rank": by_rank,
-        "checkpoint": getattr(checkpoint, "best_model_path", "") or None,
-    }
+    return TrainingResult(
+        settings=settings,
+        emulated={"links": settings.launch.kind == "emulated", "compute": settings.paced},
+        cluster=None if job.cluster is None else job.cluster.to_dict(),
+        world_size=trainer.world_size,
+        strategy=settings.sync.strategy,
+        plan=None if plan is None else plan.to_dict(),
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        epochs=trainer.current_epoch,
+        steps=trainer.global_step,
+        seconds=seconds,
+        median_step_seconds=median_step(by_rank),
+        step_seconds_by_rank=tuple(map(tuple, by_rank)),
+        checkpoint=getattr(checkpoint, "best_model_path", "") or None,
+    )
 
 
 def median_step(by_rank: list[list[float]]) -> float | None:

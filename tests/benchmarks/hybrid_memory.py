@@ -21,9 +21,9 @@ from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.prediction import predict
 from lightning_autosync.hybrid.search import search
-from lightning_autosync.hybrid.traffic import pretended_job
 from lightning_autosync.measure.models.recipes import Model, model_of
 from lightning_autosync.measure.replicas import HybridReplica, Training
+from tests.collective_traffic import pretended_job
 
 CLUSTER = ClusterSpec.uniform(4, 1, "1 Gbit/s")
 MODELS = {

@@ -29,7 +29,7 @@ from lightning_autosync.hybrid.pricing import Pricing
 from lightning_autosync.hybrid.rates import CollectiveRate, HybridRates
 from lightning_autosync.hybrid.structure import structure
 from lightning_autosync.hybrid.tables import plan_of, tables
-from lightning_autosync.hybrid.traffic import TrafficLog, pretended_job, words_at_least
+from tests.collective_traffic import TrafficLog, pretended_job, words_at_least
 
 WIDTH, LAYERS = 512, 8
 RANKS = (2, 4, 8, 16, 32, 64)

@@ -76,9 +76,9 @@ def test_a_training_is_submitted(
 def test_a_job_runs_and_comes_back(slurm: Path, tmp_path: Path) -> None:
     found = run_job(TrainingSettings.parse({**QUICK, "launch": {"kind": "slurm"}}), tmp_path / "run")
     assert found is not None
-    assert (found["world_size"], found["steps"]) == (2, 3)
-    assert len(found["step_seconds_by_rank"]) == 2
-    assert found == json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (found.world_size, found.steps) == (2, 3)
+    assert len(found.step_seconds_by_rank) == 2
+    assert found.to_dict() == json.loads((tmp_path / "run" / "result.json").read_text())
 
 
 @pytest.mark.slow

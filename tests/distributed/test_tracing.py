@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.measure.timelines import measure_timeline
 from lightning_autosync.plan import builders
-from lightning_autosync.report.compare import compare_timelines
+from lightning_autosync.report.timeline import TIMELINES, compare_timelines, load_timelines
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.uniform(nodes=5, bandwidth=1e9)
@@ -32,8 +33,7 @@ def test_a_step_is_recorded_as_it_was_paced(pool, tmp_path: Path, topology: str)
         plan = builders.ps_load_balancing(WORKLOAD, CLUSTER, topology="native")
     else:
         plan = builders.all_reduce(WORKLOAD, CLUSTER, topology=topology, bucket_bytes=1, first_bucket_bytes=1)
-    found = compare_timelines(plan, WORKLOAD, CLUSTER, pool.live(), tmp_path, warm_up=1, steps=3)
-    measured = found["measured"]
+    measured = measure_timeline(plan, WORKLOAD, CLUSTER, pool.live(), warm_up=1, steps=3)
     assert len(measured.compute) == 5
     assert measured.step_time >= 0.27
     for forward, backward, optimizer in measured.compute:
@@ -41,6 +41,9 @@ def test_a_step_is_recorded_as_it_was_paced(pool, tmp_path: Path, topology: str)
         assert backward.end - backward.start >= 0.2
         assert optimizer.end - optimizer.start >= 0.02
     spans = {span.name: span for span in measured.messages}
+    compare_timelines(measured, plan, WORKLOAD, CLUSTER, tmp_path)
+    found = load_timelines(tmp_path / TIMELINES)
+    assert found["measured"] == measured
     assert list(spans) == [span.name for span in found["predicted"].messages]
     second = spans[plan.groups[0].name]
     assert plan.groups[0].variables == ("second",)

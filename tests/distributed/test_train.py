@@ -22,6 +22,7 @@ from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.training.job import run_job
 from lightning_autosync.training.rank import RankTraining, train_rank
+from lightning_autosync.training.result import TrainingResult
 from lightning_autosync.training.settings import TrainingSettings
 from lightning_autosync.workload import Variable, Workload
 
@@ -61,14 +62,17 @@ def quick(**settings: Any) -> TrainingSettings:
 def test_a_training_leaves_its_result(tmp_path: Path) -> None:
     finished = autosync(tmp_path, "ranks=2", *SHORT, "hydra.run.dir=run")
     assert finished.returncode == 0, finished.stderr
-    found = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert found["format"] == "autosync-training/1"
-    assert set(found["metrics"]) == {"loss", "val_loss", "val_accuracy"}
-    assert [len(steps) for steps in found["step_seconds_by_rank"]] == [3, 3]
-    assert {group["topology"] for group in found["plan"]["groups"]} == {"shared_memory"}
+    written = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert written["format"] == "autosync-training/1"
+    found = TrainingResult.read(tmp_path / "run")
+    assert found.to_dict() == written
+    assert set(found.metrics) == {"loss", "val_loss", "val_accuracy"}
+    assert [len(steps) for steps in found.step_seconds_by_rank] == [3, 3]
+    assert found.plan is not None
+    assert {group["topology"] for group in found.plan["groups"]} == {"shared_memory"}
     assert "shared_memory" in finished.stdout
-    assert objective(found, "step_seconds") == found["median_step_seconds"]
-    assert objective(found, "loss") == found["metrics"]["loss"]
+    assert objective(found, "step_seconds") == found.median_step_seconds
+    assert objective(found, "loss") == found.metrics["loss"]
     with pytest.raises(DocumentError, match="objective: 'speed' was not logged; allowed: step_seconds, loss, val"):
         objective(found, "speed")
 
@@ -96,15 +100,16 @@ def test_a_bench_model_trains_by_a_plan_that_was_found_for_it(tmp_path: Path) ->
     settings = TrainingSettings.parse({**settings.model_dump(), "sync": {"plan": str(tmp_path / "plan.yaml")}})
     found = run_job(settings, tmp_path / "run")
     assert found is not None
-    assert SyncPlan.from_dict(found["plan"]) == plan
-    assert found["metrics"]["loss"] > 0
+    assert SyncPlan.from_dict(found.plan) == plan
+    assert found.metrics["loss"] > 0
 
 
 @pytest.mark.slow
 def test_relaxed_plans_train(tmp_path: Path) -> None:
     found = run_job(quick(sync={"plan": "periodic", "semantics": "relaxed"}), tmp_path)
     assert found is not None
-    assert found["plan"]["consistency"]["mode"] == "periodic"
+    assert found.plan is not None
+    assert found.plan["consistency"]["mode"] == "periodic"
 
 
 @pytest.mark.slow
@@ -115,8 +120,8 @@ def test_nodes_with_unlike_devices_and_ranks_in_any_order(tmp_path: Path) -> Non
     launch = {"kind": "ssh", "command": [near_command(tmp_path)], "interface": "lo"}
     found = run_job(quick(ranks=None, cluster=where, launch=launch), tmp_path)
     assert found is not None
-    assert found["world_size"] == 3
-    assert len(found["step_seconds_by_rank"]) == 3
+    assert found.world_size == 3
+    assert len(found.step_seconds_by_rank) == 3
 
 
 @pytest.mark.slow

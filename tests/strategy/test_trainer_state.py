@@ -46,7 +46,7 @@ def packed(content: object, folder: object) -> bytes:
 def test_it_is_told_at_once_during_a_pass_and_from_its_begin(meshes: list[Mesh], tmp_path) -> None:  # type: ignore[no-untyped-def]
     epoch = [3]
     server = TrainerStateServer(meshes[0], lambda: packed({"epoch": epoch[0]}, tmp_path))
-    server.begin_epoch(7)
+    server.resume(7)
     epoch[0] = 4
     assert request_trainer_state(meshes[1], 7, 20.0) == {"epoch": 3}
     server.close()
@@ -58,16 +58,16 @@ def test_it_waits_for_a_pass_after_the_meeting_that_its_model_is_of(
 ) -> None:  # type: ignore[no-untyped-def]
     epoch = [3]
     server = TrainerStateServer(meshes[0], lambda: packed({"epoch": epoch[0]}, tmp_path))
-    server.begin_epoch(7)
+    server.resume(7)
     if between:
-        server.end_epoch()
+        server.pause()
     found: list[object] = []
     asking = threading.Thread(target=lambda: found.append(request_trainer_state(meshes[1], 8, 20.0)))
     asking.start()
     time.sleep(0.3)
     assert not found
     epoch[0] = 4
-    server.begin_epoch(8)
+    server.resume(8)
     asking.join(20.0)
     assert found == [{"epoch": 4}]
 
@@ -80,7 +80,7 @@ class Odd:
 def test_what_cannot_be_sent_is_an_error_of_who_came_back_alone(meshes: list[Mesh], tmp_path, pickles: bool) -> None:  # type: ignore[no-untyped-def]
     content = {"callbacks": Odd() if pickles else (lambda: None)}
     server = TrainerStateServer(meshes[0], lambda: packed(content, tmp_path))
-    server.begin_epoch(7)
+    server.resume(7)
     with pytest.raises(
         ExchangeError, match="cannot rejoin: the states of callbacks and schedulers may contain only plain"
     ):
@@ -89,7 +89,7 @@ def test_what_cannot_be_sent_is_an_error_of_who_came_back_alone(meshes: list[Mes
 
 def test_an_answer_to_a_predecessor_is_not_taken_for_the_own(meshes: list[Mesh], tmp_path) -> None:  # type: ignore[no-untyped-def]
     server = TrainerStateServer(meshes[0], lambda: packed({"epoch": 5}, tmp_path))
-    server.begin_epoch(7)
+    server.resume(7)
     meshes[1].send(0, "trainer_state?", {"name": "of one that was lost", "drain": 0})
     assert request_trainer_state(meshes[1], 7, 20.0) == {"epoch": 5}
 

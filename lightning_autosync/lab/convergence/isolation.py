@@ -6,11 +6,12 @@ import heapq
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from rich.table import Table
 
+from lightning_autosync.documents import Result
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.convergence.comparison import prepare
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
@@ -76,9 +77,6 @@ def simulate(
     return SimulatedGroups(tuple(formed), tuple(steps), now, waited / (now * len(compute)))
 
 
-FORMAT = "autosync-isolation/1"
-
-
 @dataclass(frozen=True)
 class GroupStatistics:
     """Statistics of groups over all seeds.
@@ -112,21 +110,14 @@ class IsolationRow:
     free: GroupStatistics
 
 
-@dataclass(frozen=True)
-class IsolationResult:
+class IsolationResult(Result):
     """The settings, and a row for each speed and method."""
 
-    settings: ConvergenceSettings
-    rows: Sequence[IsolationRow]
+    FORMAT: ClassVar[str] = "autosync-isolation/1"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The whole result as plain data."""
-        return {
-            "format": FORMAT,
-            "settings": self.settings.model_dump(mode="json"),
-            "simulated": True,
-            "rows": [asdict(row) for row in self.rows],
-        }
+    settings: ConvergenceSettings
+    simulated: Literal[True] = True
+    rows: tuple[IsolationRow, ...]
 
 
 def simulate_groups(settings: ConvergenceSettings) -> IsolationResult:
@@ -143,12 +134,12 @@ def simulate_groups(settings: ConvergenceSettings) -> IsolationResult:
                 "select methods with methods=groups or only.methods"
             )
     return IsolationResult(
-        settings,
-        [
+        settings=settings,
+        rows=tuple(
             IsolationRow(speed, name, *(_formed(settings, speed, plan.consistency, ruled) for ruled in (True, False)))
             for speed in settings.chosen_speeds
             for name, plan in plans.items()
-        ],
+        ),
     )
 
 

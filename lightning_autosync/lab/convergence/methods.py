@@ -18,7 +18,7 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.lab.convergence.settings import MethodSettings
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.relaxed.averaging_worker import Group
+from lightning_autosync.relaxed.averaging_worker import WorkerGroup
 from lightning_autosync.relaxed.factory import open_synchronizer
 from lightning_autosync.relaxed.partial_reduce import PartialReduce
 from lightning_autosync.relaxed.transport.mesh import Mesh
@@ -38,7 +38,7 @@ class SyncMethod(ABC):
     synchronous: bool
     forward: nn.Module
     optimizer: Optimizer
-    groups: Sequence[Group] = ()
+    groups: Sequence[WorkerGroup] = ()
 
     @abstractmethod
     def start(self) -> None:
@@ -148,7 +148,7 @@ class RelaxedMethod(SyncMethod):
         timeout: float,
     ) -> None:
         self.forward, self.optimizer = module, optimizer
-        self.groups: list[Group] = []
+        self.groups: list[WorkerGroup] = []
         place = dist.get_rank(), dist.get_world_size()
         self._mesh = Mesh.open(store, *place, secret=common_secret(), timeout=timeout)
         try:

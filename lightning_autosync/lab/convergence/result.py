@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy
-from pydantic import ConfigDict, Field, PositiveFloat
-from typing_extensions import Self
+from pydantic import Field, PositiveFloat
 
-from lightning_autosync.documents import Configuration, Index, Record, Result, check_format, read_data
+from lightning_autosync.documents import Configuration, Index, Metric, Record, Result, check_format, read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 
@@ -63,7 +61,7 @@ class TrainingRun:
     speed: str
     seed: int
     rate: float
-    final: float
+    final: Metric
     reached: float | None
     seconds: float
     steps: Sequence[int]
@@ -71,7 +69,7 @@ class TrainingRun:
     sent: Sequence[float] | None
     state_bytes: Sequence[int]
     moments: Sequence[float]
-    scores: Sequence[float]
+    scores: Sequence[Metric]
     foreign_cores: float | None
     groups: Groups | None = None
 
@@ -100,9 +98,9 @@ class Summary:
     """
 
     runs: int
-    final: float
-    deviation: float
-    difference: float
+    final: Metric
+    deviation: Metric
+    difference: Metric
     reached: float | None
     times: Sequence[float]
     faster: float | None
@@ -132,7 +130,6 @@ class ConvergenceDocument(Result):
     """
 
     FORMAT: ClassVar[str] = "autosync-convergence/1"
-    model_config = ConfigDict(allow_inf_nan=True)
 
     settings: dict[str, Any]
     emulated: dict[str, bool]
@@ -143,11 +140,6 @@ class ConvergenceDocument(Result):
     summaries: dict[str, dict[str, Summary]]
     runs: tuple[TrainingRun, ...]
     tuning: tuple[TrainingRun, ...]
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Like `Document.load`, but infinities and NaN are allowed: a training that diverged has no final metric."""
-        return cls.from_dict(read_data(path, finite=False), str(path))
 
 
 @dataclass(frozen=True)
@@ -270,7 +262,7 @@ def load_rates(path: str, settings: ConvergenceSettings) -> dict[str, float]:
     Raises:
         DocumentError: the file is not a result, or has another task, number of workers or momentum.
     """
-    data = read_data(path, finite=False)  # a training that diverged has no final metric
+    data = read_data(path, finite=False)  # earlier releases wrote NaN for metrics that a training does not have
     found = data.get("format") if isinstance(data, dict) else None
     check_format(found, ConvergenceDocument.FORMAT, path, DocumentError)
     try:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
-from lightning_autosync.hybrid.plan import HybridPlan, is_hybrid
+from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.measure.bench.settings import BenchSettings, ContenderSettings, DDPOptions, Exactness
 from lightning_autosync.measure.models.recipes import MIB, Embeddings, Model
@@ -139,7 +139,7 @@ def _prepared(
         if contender.ddp is not None:
             _check_hook(contender.ddp, workload)
             return _Prepared({**order, "ddp": contender.ddp.model_dump()}, contender.ddp.exactness)
-        if contender.plan is not None and is_hybrid(contender.plan):
+        if contender.plan is not None and HybridPlan.is_in(contender.plan):
             hybrid = _hybrid_plan(contender.plan, settings.model, cluster)
             return _Prepared({**order, "hybrid": hybrid.to_dict()}, plan_class(hybrid))
         plan, reason = _plan(contender, workload, cluster, shares_cores=settings.launch.kind == "local")

@@ -17,7 +17,7 @@ from lightning_autosync.relaxed.transport import handshake
 from lightning_autosync.relaxed.transport.handshake import Answer, Connector, Hello
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings, SilenceLimit
 from lightning_autosync.relaxed.transport.membership import Membership, Status
-from lightning_autosync.relaxed.transport.messages import Mail, Message, Sent, encode_head
+from lightning_autosync.relaxed.transport.messages import Mail, OutgoingMessage, Sent, encode_head
 from lightning_autosync.relaxed.transport.stream import Connection, FrameStream, ProtocolError
 
 CLOSE_TIMEOUT = 5.0
@@ -83,7 +83,7 @@ class Connections:
         self._reasons: dict[int, str] = {}
         self._connector = Connector(secret)
 
-    def post(self, peer: int, message: Message) -> None:
+    def post(self, peer: int, message: OutgoingMessage) -> None:
         """Queue a message; it fails if the peer is gone."""
         connection = self.by_rank.get(peer)
         if connection is None or not self._members.is_live(peer):
@@ -399,4 +399,4 @@ class Connections:
                 connection.sock.close()
 
     def _tell(self, peer: int, kind: str, header: dict[str, object]) -> None:
-        self.post(peer, Message(encode_head(kind, header), [], Sent()))
+        self.post(peer, OutgoingMessage(encode_head(kind, header), [], Sent()))

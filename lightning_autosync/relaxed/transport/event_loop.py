@@ -18,7 +18,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.relaxed.transport.connections import ALIVE, LOST, SUSPECT, Connections, MeshEvents
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.relaxed.transport.membership import Membership
-from lightning_autosync.relaxed.transport.messages import Mail, Message
+from lightning_autosync.relaxed.transport.messages import Mail, OutgoingMessage
 from lightning_autosync.relaxed.transport.stream import Connection, ProtocolError
 
 
@@ -149,7 +149,7 @@ class EventLoop:
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
-    def post(self, peer: int, message: Message) -> None:
+    def post(self, peer: int, message: OutgoingMessage) -> None:
         """Queue a message; it fails if the peer is gone."""
         self.submit(partial(self._connections.post, peer, message))
 

@@ -19,7 +19,14 @@ from lightning_autosync.relaxed.transport.event_loop import EventLoop
 from lightning_autosync.relaxed.transport.handshake import exchange_addresses
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.relaxed.transport.membership import Membership, Status
-from lightning_autosync.relaxed.transport.messages import Mail, Message, Sent, as_bytes, encode_head, payload_size
+from lightning_autosync.relaxed.transport.messages import (
+    Mail,
+    OutgoingMessage,
+    Sent,
+    as_bytes,
+    encode_head,
+    payload_size,
+)
 from lightning_autosync.relaxed.transport.stream import ProtocolError
 
 
@@ -205,7 +212,7 @@ class Mesh:
         error = self._unreachable(peer)
         if error is not None:
             raise error
-        message = Message(encode_head(kind, header), as_bytes(payload), Sent())
+        message = OutgoingMessage(encode_head(kind, header), as_bytes(payload), Sent())
         if peer == self.rank:
             self._send_self(kind, header, message)
         else:
@@ -291,7 +298,7 @@ class Mesh:
             return ExchangeError(f"rank {peer} is not in the range 0 to {self.size - 1}")
         return None if self._members.is_live(peer) else PeerLost(peer, self._members.reason(peer))
 
-    def _send_self(self, kind: str, header: Mapping[str, Any], message: Message) -> None:
+    def _send_self(self, kind: str, header: Mapping[str, Any], message: OutgoingMessage) -> None:
         # A copy, because the receiver owns the payload of its mail.
         copy = memoryview(bytearray(b"".join(message.payload)))
         placer = self._placers.get(kind)

@@ -121,7 +121,7 @@ def payload_size(payload: Sequence[memoryview]) -> int:
     return sum(part.nbytes for part in payload)
 
 
-class Message(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """A message to send: the encoded kind and header, the parts of the payload, and the state of sending."""
 
     head: bytes

@@ -23,7 +23,7 @@ from lightning_autosync.relaxed.transport.heartbeat import SilenceLimit
 from lightning_autosync.relaxed.transport.messages import (
     LARGEST_HEADER,
     Mail,
-    Message,
+    OutgoingMessage,
     Sent,
     cut,
     header_fault,
@@ -92,8 +92,8 @@ class FrameStream:
         self.peer_left = False
         self._beaten = False
         self._place, self._deliver, self._largest = place, deliver, largest
-        self._small: deque[Message] = deque()
-        self._large: deque[Message] = deque()
+        self._small: deque[OutgoingMessage] = deque()
+        self._large: deque[OutgoingMessage] = deque()
         self._pieces: Iterator[_Frame] = iter(())
         self._leave = False
         self._confirmed = 0
@@ -108,7 +108,7 @@ class FrameStream:
 
     # Sending
 
-    def post(self, message: Message) -> None:
+    def post(self, message: OutgoingMessage) -> None:
         """Queue a message; the payload of a small message is copied, so it may change at once."""
         if payload_size(message.payload) <= SMALL_MESSAGE:
             copy = memoryview(b"".join(message.payload))
@@ -339,12 +339,12 @@ class FrameStream:
         return kind, header
 
 
-def _opening(kind: int, message: Message, payload: list[memoryview]) -> _Frame:
+def _opening(kind: int, message: OutgoingMessage, payload: list[memoryview]) -> _Frame:
     head = _HEAD.pack(kind, len(message.head), payload_size(message.payload))
     return _Frame((memoryview(head + message.head), *payload), None)
 
 
-def _piece_frames(message: Message) -> Iterator[_Frame]:
+def _piece_frames(message: OutgoingMessage) -> Iterator[_Frame]:
     left = payload_size(message.payload)
     for piece in cut(message.payload, PIECE):
         size = payload_size(piece)

@@ -17,7 +17,6 @@ from lightning_autosync.documents import (
     PositiveDuration,
     Record,
     Result,
-    check_format,
     read_data,
 )
 from lightning_autosync.errors import DocumentError
@@ -163,7 +162,7 @@ def plan_of(trial: HybridTrial) -> AnyPlan | None:
     """
     if trial.plan is None:
         return None
-    kind = HybridPlan if str(trial.plan.get("format")).startswith("autosync-hybrid/") else SyncPlan
+    kind = HybridPlan if HybridPlan.describes(trial.plan) else SyncPlan
     return kind.from_dict(trial.plan, f"trial {trial.number}: plan")
 
 
@@ -178,16 +177,10 @@ def read_hybrid_result(directory: Path) -> HybridTuningResult:
         raise DocumentError(
             f"{directory}: no {RESULT} in it; expected the directory of 'autosync tune parallel=hybrid'"
         )
-    data = read_data(path)
-    if isinstance(data, dict):
-        check_format(data.get("format"), HybridTuningResult.FORMAT, str(path), DocumentError)
-    return HybridTuningResult.from_dict(data, source=str(path))
+    return HybridTuningResult.from_dict(read_data(path), source=str(path))
 
 
 def is_hybrid_run(directory: Path) -> bool:
     """Whether ``directory`` has the result of a tuning run with ``parallel=hybrid``."""
     path = directory / RESULT
-    if not path.is_file():
-        return False
-    data = read_data(path)
-    return isinstance(data, dict) and str(data.get("format", "")).startswith("autosync-hybrid-tuning/")
+    return path.is_file() and HybridTuningResult.is_in(path)

@@ -33,7 +33,7 @@ from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasureme
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
 from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, Origin, plan_of
 from lightning_autosync.search.storages import StudyError, open_storage, storage_errors
-from lightning_autosync.search.tuning.comparison import AnyPlan, announce_comparison, compare
+from lightning_autosync.search.tuning.comparison import AnyPlan, compare
 from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.opponents import announced_batches, builder_plans
 from lightning_autosync.search.tuning.settings import TuningSettings
@@ -320,5 +320,4 @@ class HybridTuningRun:
         rivals = [one.name for one in fastest if one.origin == "ddp"][:RIVALS]
         if not plans or not rivals:
             raise TuningError(f"no {'DDP setting' if plans else 'plan'} was measured")
-        announce_comparison(len(plans), rivals, self._settings.rounds)
         return compare(self._job, session, plans, rivals, self._directory)

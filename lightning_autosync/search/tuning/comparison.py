@@ -139,20 +139,18 @@ class FinalComparison(Record):
         return [(name, one, paired_ratio(reference, one.rounds)) for name, one in ordered]
 
 
-def announce_comparison(plans: int, rivals: Sequence[str], rounds: int) -> None:
-    """Log how many plans are compared with which settings of DDP, and in how many rounds."""
-    _log.info(
-        "comparing %s with %s: %s to choose the winner, then as many to judge it",
-        counted(plans, "plan"),
-        ", ".join(rivals),
-        counted(rounds, "round"),
+def announcement(plans: int, rivals: Sequence[str], rounds: int) -> str:
+    """How many plans are compared with which settings of DDP, and in how many rounds."""
+    return (
+        f"comparing {counted(plans, 'plan')} with {', '.join(rivals)}: {counted(rounds, 'round')} to choose the "
+        "winner, then as many to judge it"
     )
 
 
 def compare(
     job: TuningJob, session: MeasurementSession, plans: Mapping[str, AnyPlan], rivals: Sequence[str], directory: Path
 ) -> dict[str, Any]:
-    """Measure plans and settings of DDP in turns, again after a worker fails.
+    """Measure plans and settings of DDP in turns, again after a worker fails; logs an `announcement`.
 
     A plan that fails twice, or that workers refuse, is left out.
 
@@ -170,6 +168,7 @@ def compare(
         TuningError: workers failed twice outside the plans' turns, or no plan is left.
         LaunchError: workers cannot be started again.
     """
+    _log.info(announcement(len(plans), rivals, job.settings.rounds))
     paths = {name: directory / "finalists" / f"{name}.yaml" for name in plans}
     for name, path in paths.items():
         plans[name].save(path)

@@ -16,7 +16,6 @@ from lightning_autosync.documents import (
     PositiveDuration,
     Record,
     Result,
-    check_format,
     counted,
     read_data,
 )
@@ -229,16 +228,10 @@ def read_result(directory: Path) -> TuningResult:
         raise DocumentError(f"{directory}: not a directory; expected the run directory of 'autosync tune'")
     if not path.is_file():
         raise DocumentError(f"{directory}: no {RESULT} in it; expected the run directory of a finished 'autosync tune'")
-    data = read_data(path)
-    if isinstance(data, dict):
-        check_format(data.get("format"), TuningResult.FORMAT, str(path), DocumentError)
-    return TuningResult.from_dict(data, source=str(path))
+    return TuningResult.from_dict(read_data(path), source=str(path))
 
 
 def is_tuning_run(directory: Path) -> bool:
     """Whether ``directory`` has a ``result.json`` of a tuning run."""
     path = directory / RESULT
-    if not path.is_file():
-        return False
-    data = read_data(path)
-    return isinstance(data, dict) and str(data.get("format", "")).startswith("autosync-tuning/")
+    return path.is_file() and TuningResult.is_in(path)

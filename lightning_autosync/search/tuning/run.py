@@ -24,7 +24,7 @@ from lightning_autosync.search import studies
 from lightning_autosync.search.passwords import without_passwords_in
 from lightning_autosync.search.storages import StorageError, StudyError
 from lightning_autosync.search.trial_attributes import BASELINE
-from lightning_autosync.search.tuning.comparison import FinalComparison, announce_comparison, compare
+from lightning_autosync.search.tuning.comparison import FinalComparison, compare
 from lightning_autosync.search.tuning.job import PriorKnowledge, TuningJob
 from lightning_autosync.search.tuning.opponents import Opponents, builder_plans, settle_reference
 from lightning_autosync.search.tuning.records import TrialRecord, correction_of, drift_of, ranked
@@ -221,7 +221,6 @@ class TuningRun:
             last = (records[-1].error or "unknown") if records else "none"
             raise TuningError(f"none of {len(records)} trials completed; last error: {last}")
         rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:MAX_RIVALS]]
-        announce_comparison(len(plans), rivals, self._settings.rounds)
         self._finalists = plans
         return compare(self._job, session, plans, rivals, self._directory)
 

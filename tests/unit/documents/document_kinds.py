@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from copy import copy
@@ -31,17 +32,19 @@ from hydra_plugins.autosync._space import read_space as sweep_space
 from lightning_autosync.cli import predict as predicting
 from lightning_autosync.cli.arguments import prepared
 from lightning_autosync.cli.cache import describe_tuned
-from lightning_autosync.cli.report import report
+from lightning_autosync.cli.report import ReportResult, report
 from lightning_autosync.cli.validate import hosts_of
 from lightning_autosync.cluster import ClusterSpec, configuration_directory, read_resource_spec, resolve_cluster
 from lightning_autosync.documents import RESULT, Result, append_lines, checked, write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.mesh import Links, near_order
 from lightning_autosync.hybrid.plan import HybridPlan
+from lightning_autosync.hybrid.prediction import Sent
 from lightning_autosync.hybrid.pricing import Pricing
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.lab.collection.result import CollectionResult
 from lightning_autosync.lab.collection.settings import CollectionSettings
+from lightning_autosync.lab.convergence.isolation import GroupStatistics, IsolationResult, IsolationRow
 from lightning_autosync.lab.convergence.result import ConvergenceDocument, ConvergenceResult, TrainingRun, load_rates
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.lab.fitting import comparison as fitting_runs
@@ -71,8 +74,10 @@ from lightning_autosync.measure.session import Contender
 from lightning_autosync.measure.step_time import Interval
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.replay import Constants, Replay, least_step
+from lightning_autosync.replay import Constants, MessageSpan, Replay, Span, Timeline, least_step
 from lightning_autosync.report.comparison import find_runs
+from lightning_autosync.report.hybrid_prediction import HybridPredictionResult
+from lightning_autosync.report.predict import PredictionResult
 from lightning_autosync.report.summary import summary_row
 from lightning_autosync.report.timeline import TIMELINES, load_timelines, save_timelines, write_trace
 from lightning_autosync.search import studies
@@ -87,6 +92,8 @@ from lightning_autosync.strategy import autoddl
 from lightning_autosync.strategy.checkpoint import FORMAT as EXACT_STATE
 from lightning_autosync.strategy.checkpoint import KEY as STATE_KEY
 from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT, RelaxedCheckpoint, own_state
+from lightning_autosync.training.result import TrainingResult
+from lightning_autosync.training.settings import TrainingSettings
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.star([4e7, 1e7, 1e7], latency="50 us", name="star")
@@ -111,6 +118,11 @@ RESULTS = (
     "lab.fitting.result",
     "lab.rehearsal.outcome",
     "lab.validation.result",
+    "lab.convergence.isolation",
+    "cli.report",
+    "report.predict",
+    "report.hybrid_prediction",
+    "training.result",
 )
 """Modules with classes of results."""
 Made = Callable[[Path], list[str]]
@@ -635,7 +647,7 @@ def _read_measurements(folder: Path) -> None:
         hosts_of(one, Constants())
 
 
-def _results() -> dict[str, Result]:
+def results() -> dict[str, Result]:
     constants, accuracy = Constants().to_dict(), SimulatorAccuracy(0.9, 0.1, 0.8, 0.05, 0.1)
     runs = (fitting_runs.FitRun("trial", 0, "linear", ("star",), accuracy, 1.5),)
     rehearsed = [
@@ -699,6 +711,31 @@ def _results() -> dict[str, Result]:
             runs=runs,
             seconds={"fitting": 0.1},
         ),
+        "isolation": IsolationResult(
+            settings=_convergence(),
+            rows=(IsolationRow("equal", "groups", GroupStatistics(0.1, 9, 1, 0.2), GroupStatistics(0.0, 9, 5, 0.1)),),
+        ),
+        "predict": PredictionResult(
+            step_time=0.3,
+            synchronization_time=0.1,
+            timeline=Timeline(0.3, (MessageSpan("w", 0.1, 0.2, 0.1),), ((Span("forward", 0.0, 0.1),),), {"a > b": 0.5}),
+            hosts=(0.5, 0.5),
+            cores=None,
+            critical_path=(Span("forward", 0.0, 0.1),),
+            step_bound=0.2,
+            synchronization_bound=0.1,
+            bounds_are="exact",
+            bound_share=2 / 3,
+        ),
+        "predict, hybrid": HybridPredictionResult(
+            plan="0123456789ab",
+            step_seconds=0.3,
+            seconds={"forward pass": 0.1},
+            bytes=8.0,
+            sent=(Sent("forward", (0,), "all_gather", 8.0),),
+            memory={"state": 8.0, "step": 16.0},
+        ),
+        "report": ReportResult(report="report.html", runs=({"directory": "run", "seconds": None},)),
         "probe": ProbeDocument(
             settings={"ranks": 2},
             cluster=CLUSTER.to_dict(),
@@ -717,6 +754,21 @@ def _results() -> dict[str, Result]:
             settings=_REHEARSAL,
             emulated={"links": False},
             standings=tuple(one.summary() for one in standings(rehearsed)),
+        ),
+        "train": TrainingResult(
+            settings=TrainingSettings.parse({"model": {"kind": "flat", "mib": 1.0}}),
+            emulated={"links": False, "compute": False},
+            cluster=CLUSTER.to_dict(),
+            world_size=2,
+            strategy="autosync",
+            plan=None,
+            metrics={"loss": 0.5, "accuracy": math.nan},
+            epochs=1,
+            steps=2,
+            seconds=1.0,
+            median_step_seconds=0.1,
+            step_seconds_by_rank=times,
+            checkpoint=None,
         ),
         "validate": ValidationResult(
             settings=ValidationSettings(),
@@ -739,13 +791,13 @@ def _comparison() -> ConvergenceDocument:
 
 
 def _make_results(folder: Path) -> list[str]:
-    for verb, result in _results().items():
+    for verb, result in results().items():
         result.write(folder / verb)
-    return [f"{verb}/{RESULT}" for verb in _results()]
+    return [f"{verb}/{RESULT}" for verb in results()]
 
 
 def _read_results(folder: Path) -> Use:
-    found = [type(result).read(folder / verb) for verb, result in _results().items()]
+    found = [type(result).read(folder / verb) for verb, result in results().items()]
     return lambda: [one.to_dict() for one in found]
 
 

@@ -16,11 +16,13 @@ from lightning_autosync.documents import (
     append_lines,
     counted,
     identity,
+    is_path,
     read_data,
     write_data,
     write_text,
 )
 from lightning_autosync.errors import ClusterError, DocumentError, PlanError
+from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SyncPlan
 
 
@@ -228,3 +230,22 @@ def test_an_earlier_name_of_a_key_works_and_warns() -> None:
 
 def test_a_count_of_one_has_a_singular_noun() -> None:
     assert [counted(count, "plan") for count in (0, 1, 2)] == ["0 plans", "1 plan", "2 plans"]
+
+
+@pytest.mark.parametrize("value", ["a.yaml", "a.yml", "a.json", "plans/a", "./a", Path("a")])
+def test_paths(value: str | Path) -> None:
+    assert is_path(value)
+
+
+@pytest.mark.parametrize("value", ["all_reduce", "fat_star_4", "a.b", ""])
+def test_names(value: str) -> None:
+    assert not is_path(value)
+
+
+def test_kinds_of_documents_are_told_apart(tmp_path: Path) -> None:
+    """By the format line alone, so that a newer or damaged document also gets the errors of its kind."""
+    path = tmp_path / "plan.yaml"
+    write_data(path, {"format": "autosync-plan/99"})
+    assert SyncPlan.is_in(path)
+    assert not HybridPlan.is_in(path)
+    assert not SyncPlan.describes([{"format": "autosync-plan/1"}])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from collective_traffic import pretended_job
 
 from lightning_autosync.engine import replicas
 from lightning_autosync.engine.replicas import ReplicaCheck, _bit_sum, _gap, _is_beyond, _limits
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.hybrid.traffic import pretended_job
 
 
 @pytest.mark.parametrize("shape", [(7,), (40, 300), (2048, 3)])

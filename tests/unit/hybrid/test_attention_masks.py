@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from collective_traffic import pretended_job
 from torch import Tensor, nn
 
 from lightning_autosync.errors import ExchangeError
@@ -14,7 +15,6 @@ from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.activation import Surroundings
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.split_model import SplitModel
-from lightning_autosync.hybrid.traffic import pretended_job
 
 VALUE = torch.ones(2, 3, 8)
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from collective_traffic import pretended_job
 from torch import Tensor, nn
 
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
@@ -15,7 +16,6 @@ from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.compared_buffers import checksum
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.split_model import SplitModel
-from lightning_autosync.hybrid.traffic import pretended_job
 
 INPUTS = torch.ones(2, 4)
 PLAN = HybridPlan(mesh=(2,), layers=(LayerPlan(module="up", signature=("col",)),))

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution import split_model
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.compared_buffers import ComparedBuffers
-from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.split_model import SplitModel
-from lightning_autosync.hybrid.traffic import pretended_job
 
 
 @dataclass
@@ -31,15 +27,6 @@ class Sample:
 
 Pair = namedtuple("Pair", ["inputs", "labels"])
 INPUTS = torch.ones(2, 8)
-
-
-@pytest.fixture
-def split() -> Iterator[SplitModel]:
-    plan = HybridPlan(mesh=(2,), layers=(LayerPlan(module="", signature=("col",)),))
-    with pretended_job(2):
-        found = SplitModel(nn.Linear(8, 8), plan, LiveMesh(plan))
-        found.split()
-        yield found
 
 
 def _other_ranks(monkeypatch: pytest.MonkeyPatch, shapes: Any) -> None:

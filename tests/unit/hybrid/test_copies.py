@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from collective_traffic import pretended_job
 from torch import Tensor, nn
 
 from lightning_autosync.engine import replicas
@@ -18,7 +19,6 @@ from lightning_autosync.hybrid.execution import copies
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
 from lightning_autosync.hybrid.execution.split_model import SplitModel
-from lightning_autosync.hybrid.traffic import pretended_job
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from collective_traffic import TrafficLog, pretended_job
 from planned_models import MODELS, drawn, graph_of, home, tables_of
 from torch import nn
 
@@ -20,7 +21,6 @@ from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.prediction import HybridPrediction, predict
 from lightning_autosync.hybrid.tables import plan_of
-from lightning_autosync.hybrid.traffic import TrafficLog, pretended_job
 
 Sends = Counter[tuple[str, tuple[int, ...], str]]
 CHECK = 16

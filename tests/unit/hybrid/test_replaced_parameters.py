@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+from collective_traffic import pretended_job
 from torch import nn
 
 from lightning_autosync.errors import ExchangeError
@@ -13,16 +14,6 @@ from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import SplitModel
-from lightning_autosync.hybrid.traffic import pretended_job
-
-
-@pytest.fixture
-def split() -> Iterator[SplitModel]:
-    plan = HybridPlan(mesh=(2,), layers=(LayerPlan(module="", signature=("col",)),))
-    with pretended_job(2):
-        found = SplitModel(nn.Linear(8, 8), plan, LiveMesh(plan))
-        found.split()
-        yield found
 
 
 def _replace(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from collective_traffic import pretended_job
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.optim import SGD
@@ -20,7 +21,6 @@ from lightning_autosync.hybrid.execution.checkpoint import model_state
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.sharded_checkpoint import ShardedTensorView, _model_tensors, save_sharded
 from lightning_autosync.hybrid.execution.split_model import SplitModel
-from lightning_autosync.hybrid.traffic import pretended_job
 
 PLAN = HybridPlan(
     mesh=(2,), layers=(LayerPlan(module="0", signature=("col",)), LayerPlan(module="1", signature=("row",)))

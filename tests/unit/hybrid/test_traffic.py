@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from collective_traffic import TrafficLog, pretended_job, words_at_least
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +21,6 @@ from lightning_autosync.hybrid.execution.boxing import change_layout
 from lightning_autosync.hybrid.execution.layouts import Layout, local_shape
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
-from lightning_autosync.hybrid.traffic import TrafficLog, pretended_job, words_at_least
 
 
 @pytest.fixture

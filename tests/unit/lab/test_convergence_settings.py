@@ -291,9 +291,22 @@ def test_who_misses_the_target_is_not_left_out():
 
 @pytest.mark.parametrize("final", [90.0, math.nan])
 def test_a_document_is_read_as_it_was_written(result, tmp_path: Path, final: float):
-    document = replace(result, runs=[replace(one, final=final) for one in result.runs]).document()
+    """A training that diverged has no final metric: NaN here, and null in the file, because JSON has no NaN."""
+    document = replace(result, runs=[replace(one, final=final, scores=[final]) for one in result.runs]).document()
     document.write(tmp_path)
-    assert repr(ConvergenceDocument.read(tmp_path).to_dict()) == repr(document.to_dict())
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert json.dumps(written, allow_nan=False) == json.dumps(document.to_dict())
+    assert written["runs"][0]["final"] == (None if math.isnan(final) else final)
+    found = ConvergenceDocument.read(tmp_path)
+    assert repr(found.runs[0].final) == repr(found.runs[0].scores[0]) == repr(final)
+    assert found.to_dict() == document.to_dict()
+
+
+def test_a_document_of_an_earlier_release_has_nan(result, tmp_path: Path):
+    data = replace(result, runs=[replace(one, final=math.nan) for one in result.runs]).document().to_dict()
+    data["runs"] = [{**run, "final": math.nan} for run in data["runs"]]
+    (tmp_path / "result.json").write_text(json.dumps(data))
+    assert math.isnan(ConvergenceDocument.read(tmp_path).runs[0].final)
 
 
 def test_rates_of_an_earlier_result(result, tmp_path: Path):

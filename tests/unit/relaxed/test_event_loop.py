@@ -13,7 +13,7 @@ from strangers import SECRET
 from lightning_autosync.errors import ExchangeError, MeshTimeout
 from lightning_autosync.relaxed.transport.event_loop import CallQueue
 from lightning_autosync.relaxed.transport.mesh import Mesh
-from lightning_autosync.relaxed.transport.messages import Message, Sent, as_bytes, encode_head
+from lightning_autosync.relaxed.transport.messages import OutgoingMessage, Sent, as_bytes, encode_head
 
 
 def _is_woken(calls: CallQueue) -> bool:
@@ -58,7 +58,7 @@ def test_a_message_that_comes_too_late_for_the_meshs_thread_is_settled(monkeypat
             pool.submit(Mesh.open, store, rank, 2, secret=SECRET, address="127.0.0.1", timeout=10.0) for rank in (0, 1)
         ]
         meshes = [opened.result() for opened in opening]
-    late = Message(encode_head("late", {}), as_bytes([torch.zeros(100_000)]), Sent())
+    late = OutgoingMessage(encode_head("late", {}), as_bytes([torch.zeros(100_000)]), Sent())
     loop = meshes[0]._loop
     stop = loop._connections.stop
 

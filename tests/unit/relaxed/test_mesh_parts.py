@@ -14,7 +14,7 @@ from lightning_autosync.relaxed.transport import handshake
 from lightning_autosync.relaxed.transport.handshake import Answer, Hello
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings, SilenceLimit
 from lightning_autosync.relaxed.transport.membership import Membership, Status
-from lightning_autosync.relaxed.transport.messages import Mail, Message, Sent, cut, encode_head
+from lightning_autosync.relaxed.transport.messages import Mail, OutgoingMessage, Sent, cut, encode_head
 from lightning_autosync.relaxed.transport.stream import FrameStream, ProtocolError
 
 SETTINGS = HeartbeatSettings(interval=0.5, shortest=1.0, longest=30.0)
@@ -94,14 +94,14 @@ class _Pair:
         raise AssertionError("the links did not come to rest")
 
 
-def _message(number: int, payload: bytes) -> Message:
-    return Message(encode_head("count", {"number": number}), [memoryview(payload)] if payload else [], Sent())
+def _message(number: int, payload: bytes) -> OutgoingMessage:
+    return OutgoingMessage(encode_head("count", {"number": number}), [memoryview(payload)] if payload else [], Sent())
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_link_loses_and_repeats_nothing_however_often_it_breaks(seed: int) -> None:
     drawn, pair = random.Random(seed), _Pair()
-    sent: list[Message] = []
+    sent: list[OutgoingMessage] = []
     for number in range(40):
         size = drawn.choice([0, 10, 70_000, 700_000])
         message = _message(number, drawn.randbytes(size))

@@ -57,6 +57,7 @@ def test_a_plan_for_another_model_is_named(tmp_path: Path) -> None:
     [
         ({"plan": "bytps"}, "'bytps' is neither a file .* nor a builder"),
         ({"plan": "missing.yaml"}, "missing.yaml: cannot be read"),
+        ({"plan": "plans/missing"}, "plans/missing: cannot be read"),
         (
             {"arguments": {"sharding": 1}},
             "builder 'byteps' has no argument 'sharding'; it takes topology",

@@ -19,7 +19,7 @@ from lightning_autosync.measure.session import ContenderError
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build
 from lightning_autosync.search.tuning import comparison
-from lightning_autosync.search.tuning.comparison import FinalComparison, announce_comparison, compare, judged
+from lightning_autosync.search.tuning.comparison import FinalComparison, announcement, compare, judged
 from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.result import Best, Opponent, OpponentRecords, Timing
 from lightning_autosync.search.tuning.run import TuningRun
@@ -118,10 +118,8 @@ def test_of_several_builders_the_one_that_wins_where_it_is_chosen_is_the_best():
         (2, 1, "comparing 2 plans with ddp, ddp_1: 1 round to choose the winner, then as many to judge it"),
     ],
 )
-def test_the_log_counts_plans_and_rounds(plans, rounds, said, caplog):
-    caplog.set_level("INFO")
-    announce_comparison(plans, ["ddp", "ddp_1"], rounds)
-    assert caplog.messages == [said]
+def test_the_announcement_counts_plans_and_rounds(plans, rounds, said):
+    assert announcement(plans, ["ddp", "ddp_1"], rounds) == said
 
 
 def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
@@ -191,7 +189,8 @@ def test_a_sweep_may_compare_outcomes_by_their_seconds():
         float(result_of(job))
 
 
-def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(tmp_path, monkeypatch):
+def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     settings = TuningSettings.parse(
         {**configuration(), "rounds": 2, "ddp": {"bucket_cap_mb": [1, 5], "gradient_as_bucket_view": [False, True]}}
     )
@@ -206,6 +205,7 @@ def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(t
     plans = {"ps": build("ps", job.workload, job.cluster)}
     rivals = ["ddp_5_view", "ddp_1", "ddp_5"]
     found = compare(job, None, plans, rivals, tmp_path)
+    assert announcement(1, rivals, 2) in caplog.messages
     assert seen == {"rounds": 4, "orders": [*rivals, "ps"], "contenders": [*rivals, "ps"]}
     assert os.listdir(tmp_path / "finalists") == ["ps.yaml"]
     assert (found["choosing"]["rounds"], found["settings"]["rounds"]) == (2, 2)
