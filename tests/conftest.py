@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from shared_pool import SharedPool
@@ -49,6 +50,20 @@ def _processes(file: str) -> str:
     """The pool that tests of a file use, or the file's name."""
     text = (TESTS.parent / file).read_text()
     return next((pool for pool in POOLS if re.search(rf"def test_\w+\([^)]*\b({pool})\b", text)), file)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_workers() -> None:
+    """Pools fork their workers, which takes a small part of the time of new interpreters."""
+    forked.fork_workers()
+
+
+@pytest.fixture
+def new_interpreters() -> Iterator[None]:
+    """Pools of this test start their workers as they do for users."""
+    forked.start_workers()
+    yield
+    forked.fork_workers()
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import PRELOADED
 from ports import free_port
 
 TESTS = Path(__file__).parent.parent
@@ -42,8 +43,6 @@ the process send only `SLOW_RATE` for `SLOW_SECONDS`."""
 SLOW_RATE = 100_000
 """Bytes a second on each connection of a slow rank."""
 SLOW_SECONDS = 1.5
-PRELOADED = ["torch.distributed", "torch._dynamo", "lightning.pytorch", "lightning_autosync.relaxed.factory"]
-"""What the server of forks imports, once; who adds to it does so before the first crew."""
 _MAX_PACING_RATE = 47
 """Linux's SO_MAX_PACING_RATE, which the ``socket`` module does not name."""
 
