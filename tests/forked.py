@@ -17,6 +17,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, popen_forkserver, reduction
+from multiprocessing.context import ForkServerContext
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,9 @@ PRELOADED = [
     "torch._dynamo",
     "lightning.pytorch",
     "lightning_autosync.relaxed.factory",
+    "lightning_autosync.cli.tune",
+    "hydra._internal.hydra",
+    "sklearn.datasets",
 ]
 """What the server imports; who adds to it does so before the first process."""
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
@@ -47,9 +51,7 @@ class Popen(subprocess.Popen[Any]):
         streams = [_Stream(own if pipe == -1 else pipe) for own, pipe in enumerate(pipes)]
         environment = dict(os.environ if given["env"] is None else given["env"])
         order = (command[1:], given["cwd"], environment, given["start_new_session"], streams)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self._fork = popen_forkserver.Popen(context.Process(target=_main, args=order))
+        self._fork = popen_forkserver.Popen(context().Process(target=_main, args=order))
         self.pid = self._fork.pid
         self._child_created = True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -69,6 +71,13 @@ class Popen(subprocess.Popen[Any]):
             assert timeout is not None
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
+
+
+def context() -> ForkServerContext:
+    """``multiprocessing`` with processes that the server forks."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(PRELOADED)
+    return found
 
 
 def run(command: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -154,7 +163,8 @@ def _run(words: Sequence[str]) -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = words[0]
     if not os.environ.get("PYTHONSAFEPATH"):
-        paths.insert(0, "" if first in ("-c", "-m") else os.path.dirname(os.path.abspath(first)))
+        own = {"-c": "", "-m": os.getcwd()}
+        paths.insert(0, own[first] if first in own else os.path.dirname(os.path.abspath(first)))
     sys.path[:0] = paths
     if first == "-m":
         sys.argv = [words[1], *words[2:]]

@@ -9,7 +9,6 @@ of a core, which tests of many processes do not have.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -28,9 +27,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import forked
 import torch
 import torch.distributed as dist
-from forked import PRELOADED
 from ports import free_port
 
 TESTS = Path(__file__).parent.parent
@@ -86,8 +85,7 @@ class Crew:
         self._function, self.size, self._arguments = function, size, arguments
         self._processes: dict[int, ForkServerProcess] = {}
         self._answers: dict[int, Connection] = {}
-        self._forks = multiprocessing.get_context("forkserver")
-        self._forks.set_forkserver_preload(PRELOADED)
+        self._forks = forked.context()
 
     def __enter__(self) -> Crew:
         self._port = free_port()
