@@ -37,6 +37,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling
 
+    # In the order of folders, so that unit tests, which are short, come last and end at about the same time.
+    config.option.loadscopereorder = False
+
     # xdist 3.8's own scheduler for groups does not see the groups' names under pytest 9.
     class ByProcesses(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
