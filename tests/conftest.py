@@ -14,6 +14,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+import torch.distributed as dist
 from shared_pool import SharedPool
 
 from lightning_autosync.cluster.spec import ClusterSpec
@@ -84,6 +85,15 @@ def own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name in RANK_VARIABLES or name.startswith("TORCHELASTIC_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def own_process_group() -> Iterator[None]:
+    """A Trainer leaves its process group behind; the next test may make one of its own."""
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
