@@ -22,7 +22,7 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize(
-    "launch", ["popen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "fork")), "torchrun"]
+    "launch", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("popen", "spawn")), "fork", "torchrun"]
 )
 def test_weights_are_those_of_ddp(duo, tmp_path, launch: str) -> None:
     options, strategy = LAUNCHES[launch]
