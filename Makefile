@@ -9,10 +9,9 @@ READY  := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# The others than unit tests start processes of their own, which wait for each other much of the time.
+# Many tests start processes of their own, which wait for each other: three at a time keep two cores at work.
 test: $(READY)
-	$(BIN)/python -m pytest -q -m "not slow" -n 3 tests/unit
-	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist loadgroup --ignore tests/unit
+	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist loadgroup
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -q

@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
+import torch.distributed as dist
 from shared_pool import SharedPool
 
 from lightning_autosync.cluster.spec import ClusterSpec
@@ -36,6 +38,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getvalue("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
+
+    # In the order of folders, so that unit tests, which are short, come last and end at about the same time.
+    config.option.loadscopereorder = False
 
     # xdist 3.8's own scheduler for groups does not see the groups' names under pytest 9.
     class ByProcesses(LoadScopeScheduling):  # type: ignore[misc]
@@ -64,6 +69,20 @@ def _processes(file: str) -> str:
     return next((pool for pool in POOLS if re.search(rf"def test_\w+\([^)]*\b({pool})\b", text)), file)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def forked_workers() -> None:
+    """Pools fork their workers, which takes a small part of the time of new interpreters."""
+    forked.fork_workers()
+
+
+@pytest.fixture
+def new_interpreters() -> Iterator[None]:
+    """Pools of this test start their workers as they do for users."""
+    forked.start_workers()
+    yield
+    forked.fork_workers()
+
+
 @pytest.fixture(autouse=True)
 def own_interrupts() -> Iterator[None]:
     """A command that a test runs in this process changes what a Ctrl-C does."""
@@ -79,6 +98,15 @@ def own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name in RANK_VARIABLES or name.startswith("TORCHELASTIC_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def own_process_group() -> Iterator[None]:
+    """A Trainer leaves its process group behind; the next test may make one of its own."""
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ PATHS = [str(TESTS.parent), str(TESTS), str(TESTS / "fault"), str(TESTS / "distr
 sys.path[:0] = [path for path in PATHS if path not in sys.path]
 
 import crew as crews  # noqa: E402
+import forked  # noqa: E402
 import numpy as np  # noqa: E402
 from ports import free_port  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -297,7 +298,7 @@ def main(arguments: Iterable[str]) -> int:
         raise SystemExit(f"soak: {', '.join(unknown)}: allowed: {', '.join([*KINDS, *PLANS, STUDY])}")
     os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for the server of forks, which imports what jobs do
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    crews.PRELOADED.append("soak_calls")
+    forked.PRELOADED.append("soak_calls")
     seed, console = int(given["seed"]), Console(width=None if sys.stdout.isatty() else 150)
     with alone(Path(given["log"])):
         settings = {"seed": seed, "kinds": kinds, "modes": modes, "steps": STEPS, "trials": TRIALS, "timeout": TIMEOUT}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(name: str) -> str:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = forked.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

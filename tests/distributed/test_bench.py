@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_modules
+import forked
 import pytest
 
 from lightning_autosync.measure import conditions
@@ -25,7 +26,7 @@ RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autos
 
 def autosync(directory: Path, *line: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUN, "bench", *line]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+    return forked.run(command, cwd=directory, capture_output=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

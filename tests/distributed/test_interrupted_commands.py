@@ -141,7 +141,8 @@ def test_a_ctrl_c_at_many_moments(line, tmp_path, mark):
         interrupted(line, tmp_path, mark, after)
 
 
-@pytest.mark.parametrize("gap", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
+@pytest.mark.slow
+@pytest.mark.parametrize("gap", [0.0, 0.3])
 def test_twice_in_a_row(gap, tmp_path, mark):
     interrupted("bench", tmp_path, mark, 6.0, gap)
 

@@ -16,7 +16,7 @@ KINDS = {"sparse": True, "row_sparse": False}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 5])
 def test_rows_equal_dense_ddp_on_every_topology(pool, kind: str, size: int) -> None:
     cluster = shared_nodes(size)
     workload = workload_of(Recommender(sparse=False), kind)

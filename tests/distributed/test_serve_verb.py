@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(directory: Path, **settings: Any) -> subprocess.Popen[str]:
     arguments = [f"{key}={value}" for key, value in settings.items()] + [f"hydra.run.dir={directory}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+    return forked.Popen([*COMMAND, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow

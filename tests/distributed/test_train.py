@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from near import cluster, near_command
 from test_launch_slurm import QUICK
@@ -52,7 +53,7 @@ def not_a_module():
 
 def autosync(directory: Path, *line: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUN, "train", *line]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=180)
+    return forked.run(command, cwd=directory, capture_output=True, timeout=180)
 
 
 def quick(**settings: Any) -> TrainingSettings:

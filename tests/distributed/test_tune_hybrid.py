@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import optuna
 import pytest
 
@@ -29,7 +30,7 @@ MODEL = ("model=perceptron", "model.widths=[64,256,256,16]", "model.batch=4")
 
 def autosync(directory: Path, verb: str, *line: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUN, verb, *line]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
+    return forked.run(command, cwd=directory, capture_output=True, timeout=300)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ of a core, which tests of many processes do not have.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -28,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import forked
 import torch
 import torch.distributed as dist
 from ports import free_port
@@ -42,8 +42,6 @@ the process send only `SLOW_RATE` for `SLOW_SECONDS`."""
 SLOW_RATE = 100_000
 """Bytes a second on each connection of a slow rank."""
 SLOW_SECONDS = 1.5
-PRELOADED = ["torch.distributed", "torch._dynamo", "lightning.pytorch", "lightning_autosync.relaxed.factory"]
-"""What the server of forks imports, once; who adds to it does so before the first crew."""
 _MAX_PACING_RATE = 47
 """Linux's SO_MAX_PACING_RATE, which the ``socket`` module does not name."""
 
@@ -87,8 +85,7 @@ class Crew:
         self._function, self.size, self._arguments = function, size, arguments
         self._processes: dict[int, ForkServerProcess] = {}
         self._answers: dict[int, Connection] = {}
-        self._forks = multiprocessing.get_context("forkserver")
-        self._forks.set_forkserver_preload(PRELOADED)
+        self._forks = forked.context()
 
     def __enter__(self) -> Crew:
         self._port = free_port()

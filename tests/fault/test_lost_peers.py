@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from ports import free_port
 
@@ -39,7 +40,7 @@ def survivors(topology: str, how: str) -> list[dict[str, Any]]:
     }
     command = [sys.executable, "-c", SCRIPT, topology, how, str(VICTIM), str(TIMEOUT)]
     ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        forked.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
     try:

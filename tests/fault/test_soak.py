@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def soak(log: Path, *line: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.soak", f"log={log}", *line]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return forked.run(command, cwd=ROOT, capture_output=True)
 
 
 @pytest.mark.timeout(600)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend
@@ -27,10 +28,8 @@ SWEEPER = ("hydra/sweeper=autosync", "hydra.sweep.subdir=${hydra.job.num}", "hyd
 
 
 def sweep(directory: Path, *line: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(directory, *line),
-        cwd=directory, env={**outside(), **(variables or {})}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    surroundings = {**outside(), **(variables or {})}
+    return forked.run(command(directory, *line), cwd=directory, env=surroundings, capture_output=True, timeout=120)
 
 
 def command(directory: Path, *line: str) -> list[str]:
@@ -115,7 +114,7 @@ def test_what_no_launcher_can_start_fails_and_is_not_left_running(tmp_path: Path
     torn = sweep(tmp_path, "--config-dir", str(tmp_path / "configs"), "+x=1", "+db=whole,torn")
     assert "1 of 2 trials failed:" in torn.stderr
     nowhere = [*command(tmp_path, "+x=1,2"), "hydra.sweep.subdir=${nowhere}", f"hydra.sweep.dir={tmp_path / 'other'}"]
-    finished = subprocess.run(nowhere, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=120)
+    finished = forked.run(nowhere, cwd=tmp_path, env=outside(), capture_output=True, timeout=120)
     assert finished.returncode == 1
     assert "2 of 2 trials failed:" in finished.stderr
     assert "nowhere" in finished.stderr

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+import forked
 
 from lightning_autosync import interrupts
 
@@ -18,7 +19,7 @@ signal.raise_signal(signal.SIGINT)
 
 
 def test_a_command_whose_messages_nobody_reads_ends_with_the_same_status() -> None:
-    assert subprocess.run([sys.executable, "-c", _ENDS_AT_ONCE]).returncode == interrupts.STATUS
+    assert forked.run([sys.executable, "-c", _ENDS_AT_ONCE]).returncode == interrupts.STATUS
 
 
 _TURNED_INTO_ANOTHER = """
@@ -40,9 +41,7 @@ with mock.patch.object(bench, "bench", work):
 
 
 def test_a_ctrl_c_that_a_library_turns_into_another_error_ends_with_the_same_status(tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _TURNED_INTO_ANOTHER], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = forked.run([sys.executable, "-c", _TURNED_INTO_ANOTHER], cwd=tmp_path, capture_output=True)
     assert done.returncode == interrupts.STATUS
     assert done.stderr.endswith("autosync bench: interrupted\n")
     assert "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy
 import pytest
 import torch
@@ -326,7 +327,9 @@ def test_work_is_spread_in_order_and_errors_come_through(processes: int) -> None
         list(answers)
 
 
-def test_work_that_is_given_up_leaves_no_process_at_it() -> None:
+def test_work_that_is_given_up_leaves_no_process_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = forked.context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forks)
     answers = spread(partial, (time.sleep,), [0, 3600, 3600], 2)
     assert next(answers) is None
     answers.close()  # as an interruption does

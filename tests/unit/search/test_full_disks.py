@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
 from disks import read_only, small_disk
@@ -69,7 +70,7 @@ def run(folder: Path, body: str, *line: str, stdout: str | None = None) -> subpr
     command = [sys.executable, "-c", RUN, "tune", *line]
     surroundings = {**os.environ, "PYTHONPATH": str(folder)}
     with open(stdout or os.devnull, "w") as out:
-        return subprocess.run(command, cwd=folder, env=surroundings, stdout=out, stderr=subprocess.PIPE, text=True)
+        return forked.run(command, cwd=folder, env=surroundings, stdout=out, stderr=subprocess.PIPE)
 
 
 def test_a_run_directory_that_cannot_be_written(tmp_path):

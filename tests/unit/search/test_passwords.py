@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from lightning_autosync.search.passwords import (
@@ -143,7 +144,7 @@ def run(folder: Path, *line: str, environment: dict[str, str] | None = None) -> 
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     surroundings = {**os.environ, "PYTHONPATH": path, **(environment or {})}
     command = [sys.executable, "-c", RUN, "tune", *line]
-    return subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=120)
+    return forked.run(command, cwd=folder, env=surroundings, capture_output=True, timeout=120)
 
 
 def assert_hidden(folder: Path, finished: subprocess.CompletedProcess[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import multiprocessing
 import pickle
 import statistics
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import forked
 import numpy
 import optuna
 import pytest
@@ -162,7 +162,7 @@ def test_processes_that_propose_at_once_share_a_storage(tmp_path: Path) -> None:
     """They begin at the same moment; two choices made within one may be equal, hardly any are."""
     path = tmp_path / "one.journal"
     studies.open_study(path, "one", SPACE)
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     barrier = context.Barrier(2)
     workers = [context.Process(target=_go_on, args=(path, barrier, seed)) for seed in (0, 1)]
     for worker in workers:

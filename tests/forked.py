@@ -1,0 +1,178 @@
+"""Python processes that a server forks which has imported torch and Lightning once.
+
+A new interpreter imports these for seconds of a core, which tests of many processes do not have. Processes that are to
+show what a new interpreter does start with ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import io
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, popen_forkserver, reduction
+from multiprocessing.context import ForkServerContext
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_autosync.measure.workers import process
+
+PRELOADED = [
+    "torch.distributed",
+    "torch._dynamo",
+    "lightning.pytorch",
+    "lightning_autosync.relaxed.factory",
+    "lightning_autosync.cli.tune",
+    "hydra._internal.hydra",
+    "sklearn.datasets",
+]
+"""What the server imports; who adds to it does so before the first process."""
+_EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+
+
+class Popen(subprocess.Popen[Any]):
+    """``subprocess.Popen``, except that commands of this interpreter are forked; they see all that tests import."""
+
+    _fork: popen_forkserver.Popen | None = None
+
+    def _execute_child(self, *values: Any) -> None:
+        given = _EXECUTE.bind(self, *values).arguments
+        command = given["args"]
+        if command[0] != sys.executable or given["preexec_fn"] is not None:
+            super()._execute_child(*values)  # type: ignore[misc]
+            return
+        pipes = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        streams = [_Stream(own if pipe == -1 else pipe) for own, pipe in enumerate(pipes)]
+        environment = dict(os.environ if given["env"] is None else given["env"])
+        order = (command[1:], given["cwd"], environment, given["start_new_session"], streams)
+        self._fork = popen_forkserver.Popen(context().Process(target=_main, args=order))
+        self.pid = self._fork.pid
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in ends))  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *values: Any, **named: Any) -> int | None:
+        if self._fork is None:
+            return super()._internal_poll(*values, **named)  # type: ignore[misc, no-any-return]
+        self.returncode = self._fork.poll()
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self._fork is None:
+            return super()._wait(timeout)  # type: ignore[misc, no-any-return]
+        self.returncode = self._fork.wait(timeout)
+        if self.returncode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+
+def context() -> ForkServerContext:
+    """``multiprocessing`` with processes that the server forks."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(PRELOADED)
+    return found
+
+
+def run(command: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` with ``text``, for a command of this interpreter."""
+    timeout = options.pop("timeout", None)
+    if options.pop("capture_output", False):
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen([os.fspath(word) for word in command], text=True, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def fork_workers() -> None:
+    """From now on, this process and those that it forks start the workers of pools as forks."""
+    names = {"Popen": Popen, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
+    process.subprocess = SimpleNamespace(**names)  # type: ignore[assignment]
+
+
+def start_workers() -> None:
+    """From now on, workers of pools are new interpreters again."""
+    process.subprocess = subprocess
+
+
+class _Stream:
+    """An open file that a forked process gets."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> Any:
+        return _received, (reduction.DupFd(self._descriptor),)
+
+
+def _received(sent: Any) -> int:
+    descriptor: int = sent.detach()
+    return descriptor
+
+
+def _main(
+    words: Sequence[str],
+    directory: str | os.PathLike[str] | None,
+    environment: Mapping[str, str],
+    new_session: bool,
+    streams: Sequence[int],
+) -> None:
+    """Do in this process what a new interpreter does with ``words``."""
+    if new_session:
+        os.setsid()
+    for place, stream in enumerate(streams):
+        os.dup2(stream, place)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    _open_streams()
+    if directory is not None:
+        os.chdir(directory)
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it is this process's parent
+    fork_workers()
+    try:
+        _run(words)
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _open_streams() -> None:
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = _output(1, "strict", unbuffered)
+    sys.stderr = _output(2, "backslashreplace", unbuffered)
+    sys.stderr.reconfigure(line_buffering=True)
+
+
+def _output(descriptor: int, errors: str, unbuffered: bool) -> io.TextIOWrapper:
+    stream = os.fdopen(descriptor, "wb", 0 if unbuffered else -1, closefd=False)
+    return io.TextIOWrapper(stream, errors=errors, write_through=unbuffered)
+
+
+def _run(words: Sequence[str]) -> None:
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first = words[0]
+    if not os.environ.get("PYTHONSAFEPATH"):
+        own = {"-c": "", "-m": os.getcwd()}
+        paths.insert(0, own[first] if first in own else os.path.dirname(os.path.abspath(first)))
+    sys.path[:0] = paths
+    if first == "-m":
+        sys.argv = [words[1], *words[2:]]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), module.__dict__)
+    else:
+        sys.argv = [*words]
+        runpy.run_path(first, run_name="__main__")

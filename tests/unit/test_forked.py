@@ -1,0 +1,57 @@
+"""Forked processes see, print and end as new interpreters do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+
+PROGRAMS = {
+    "a status": "raise SystemExit(3)",
+    "a message": "raise SystemExit('no luck')",
+    "a signal": "import os, signal; print('last', flush=True); os.kill(os.getpid(), signal.SIGTERM)",
+    "at exit": "import atexit; atexit.register(print, 'last'); print('first')",
+    "input": "print(input())",
+    "words": "import sys; print(sys.argv, __name__, file=sys.stderr)",
+    "surroundings": "import os; print(os.getcwd(), dict(os.environ), os.getsid(0) == os.getpid())",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program(program: str, tmp_path: Path) -> None:
+    (tmp_path / "input").write_text("a line\n")
+    command = [sys.executable, "-c", program, "one", "two"]
+    environment = {"COLOUR": "blue", "LC_CTYPE": "C.UTF-8", "PYTHONPATH": os.pathsep.join(sys.path)}
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    with open(tmp_path / "input") as first, open(tmp_path / "input") as second:
+        expected = subprocess.run(command, stdin=first, capture_output=True, text=True, **options)
+        found = forked.run(command, stdin=second, capture_output=True, **options)
+    assert (found.returncode, found.stdout, found.stderr) == (expected.returncode, expected.stdout, expected.stderr)
+
+
+def test_scripts_and_modules(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import sys, mine; print(sys.argv[1:], __name__, mine.__name__, sys.path[0])")
+    for words in (["mine.py", "one"], ["-m", "mine", "two"]):
+        command = [sys.executable, *words]
+        expected = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+        assert forked.run(command, cwd=tmp_path, capture_output=True).stdout == expected
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.run([sys.executable, "-c", "import time; time.sleep(600)"], timeout=0.2)
+
+
+def test_an_error_has_a_status_and_a_traceback() -> None:
+    found = forked.run([sys.executable, "-c", "1 / 0"], capture_output=True)
+    assert found.returncode == 1
+    assert found.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_other_commands_are_run_as_ever() -> None:
+    assert forked.run(["echo", "a"], capture_output=True).stdout == "a\n"
