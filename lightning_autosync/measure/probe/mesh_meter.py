@@ -168,12 +168,12 @@ class MeshMeter(Meter):
         """Limit on a flow's bytes in flight; None leaves it to TCP, which then has to find the length of the route.
 
         The first set has all flows, whose rates fit into the links together. So the limits of any set of flows fit into
-        the queues.
+        the queues. The kernel doubles a limit, because it counts overhead as well.
         """
         distance = 2 * self.latencies[min(flow), max(flow)]
         if distance > _LONG:
             return None
-        amount = min(UNDER_WAY, QUEUED * self._first[flow]) if self._first else UNDER_WAY // flows
+        amount = min(UNDER_WAY, QUEUED / 2 * self._first[flow]) if self._first else UNDER_WAY // flows
         return round(max(LEAST_UNDER_WAY, amount) + distance * FASTEST)
 
     def _widen(self) -> None:
