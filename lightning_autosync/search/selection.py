@@ -42,6 +42,9 @@ _GAIN = 0.003
 _DISTANCE = 0.1
 """Squared distance of the features from which two plans count as different."""
 
+_SIZES: tuple[dict[str, int], ...] = ({}, {"bucket_bytes": LINK_BUCKET})
+"""Sizes of messages with which each builder is tried, the first its own."""
+
 Clock = Callable[[], float]
 
 
@@ -225,13 +228,13 @@ class _Selection:
 
     def search(self, refine: bool) -> None:
         """Add builders' plans, then generations of better ones, until the time is spent or nothing improves."""
-        for name, sizes in product(builders.names(), ({}, {"bucket_bytes": LINK_BUCKET})):
+        for name, sizes in product(builders.names(), _SIZES):
             if self._budget.is_spent():
                 return
             self._try_built(name, **sizes)
         self._population.start(self._rng)
         bests: list[float] = []
-        while not _is_settled(bests):
+        while not _is_settled(bests) and not self._budget.is_spent():
             for one in self._promising():
                 if self._budget.is_spent():
                     return
