@@ -6,6 +6,7 @@ from lightning_autosync.replay.bound import Bound, least_step, step_bound, synch
 from lightning_autosync.replay.constants import CodecRates, Constants
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 from lightning_autosync.replay.replay import Replay, replay
+from lightning_autosync.replay.warm_up import warm_up
 
 __all__ = [
     "Bound",
@@ -20,4 +21,5 @@ __all__ = [
     "replay",
     "step_bound",
     "synchronization_bound",
+    "warm_up",
 ]

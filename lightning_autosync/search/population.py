@@ -25,6 +25,8 @@ Score = Callable[[Sequence["Candidate"]], Floats]
 BUILT = "builder"
 """Origin of candidates that are a builder's plan."""
 _MAX_NEIGHBOURS = 200
+_LEAST_SECONDS = 1e-12
+"""Price of a step that takes no time: one rank, ideal hosts and unknown times of computation."""
 
 Point = dict[str, Value]
 
@@ -155,14 +157,14 @@ class Population:
 
     def _priced(self, point: Mapping[str, Value], origin: str, plan: SyncPlan) -> Candidate:
         prediction = self._predict(plan, "fluid")
-        rough = 0.0 if prediction is None else math.log(prediction.step_time)
+        rough = 0.0 if prediction is None else _log_seconds(prediction)
         is_precise = prediction is None or prediction.frames > FRAMES_LIMIT
         return Candidate(point, origin, plan, signature(plan), self._features(plan), rough, is_precise)
 
     def precise(self, candidate: Candidate) -> float:
         """Logarithm of a step's seconds by the replay, frame by frame if there are few."""
         prediction = None if candidate.is_precise else self._predict(candidate.plan, "auto")
-        return candidate.rough if prediction is None else math.log(prediction.step_time)
+        return candidate.rough if prediction is None else _log_seconds(prediction)
 
     def _predict(self, plan: SyncPlan, detail: Detail) -> Prediction | None:
         """The prediction for a plan that compiles; None if the rates of the links are unknown."""
@@ -243,6 +245,10 @@ class Population:
         if rng.random() < 0.5:
             genome = self.space.crossover(genome, _good_one(parents, rng).genome, rng)
         return self.space.mutate(genome, rng, rng.choice((0.02, 0.08, 0.2)))
+
+
+def _log_seconds(prediction: Prediction) -> float:
+    return math.log(max(prediction.step_time, _LEAST_SECONDS))
 
 
 def _good_one(ordered: Sequence[Candidate], rng: Random) -> Candidate:

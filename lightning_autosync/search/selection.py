@@ -23,7 +23,7 @@ from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method, n
 from lightning_autosync.plan.space import Block, Domain, Genome, PlanSpace
 from lightning_autosync.plan.space.domains import JOIN
 from lightning_autosync.plan.topologies import method as find_method
-from lightning_autosync.replay import Constants
+from lightning_autosync.replay import Constants, warm_up
 from lightning_autosync.search.features import Floats, squared_distance
 from lightning_autosync.search.population import Candidate, Population
 from lightning_autosync.workload import Workload
@@ -35,12 +35,15 @@ _GROWN, _REFINED = 24, 12
 """New points and refinements of a generation."""
 _SIMULATED = 4
 """Candidates of a generation whose frames are simulated."""
-_LEAST_GENERATIONS = 6
+_LEAST_GENERATIONS = 9
 """Generations before a search may end early."""
-_GAIN = 0.005
+_GAIN = 0.003
 """A search ends early if it has improved by less than this share in the last third of its generations."""
 _DISTANCE = 0.1
 """Squared distance of the features from which two plans count as different."""
+
+_SIZES: tuple[dict[str, int], ...] = ({}, {"bucket_bytes": LINK_BUCKET})
+"""Sizes of messages with which each builder is tried, the first its own."""
 
 Clock = Callable[[], float]
 
@@ -81,8 +84,8 @@ def rank_plans(
     the only one. Row-wise variables never take the backend's exchange of rows; see `serve_rows`.
 
     The search ends early once it stops improving. It runs longer than ``seconds`` by at most the pricing of one plan,
-    or by the first three plans if these alone take longer. The result is the same in every process for equal arguments,
-    unless the clock ends the search.
+    or by the first three plans if these alone take longer. Loading the replay's code does not count; see `warm_up`. The
+    result is the same in every process for equal arguments, unless the clock ends the search.
 
     Args:
         workload: the variables and the times of a step.
@@ -102,13 +105,16 @@ def rank_plans(
     """
     if "native" in exclude:
         raise PlanError("exclude: 'native' cannot be excluded")
+    searches = cluster.world_size > 1 and cluster.measured
+    if searches:
+        warm_up()
     budget = _Budget(clock, seconds)
     semantics: Semantics = "compressed" if compression else "exact"
     space = _SelectionSpace(workload, cluster, semantics, exclude, native_only, bucket_bytes)
     population = Population(space, constants or Constants(), _POPULATION, native_only, budget.is_spent)
     selection = _Selection(space, population, budget, keep, Random(seed))
     selection.add_defaults()
-    if cluster.world_size > 1 and cluster.measured:
+    if searches:
         selection.search(refine=bucket_bytes is None)
     return selection.result()
 
@@ -222,13 +228,13 @@ class _Selection:
 
     def search(self, refine: bool) -> None:
         """Add builders' plans, then generations of better ones, until the time is spent or nothing improves."""
-        for name, sizes in product(builders.names(), ({}, {"bucket_bytes": LINK_BUCKET})):
+        for name, sizes in product(builders.names(), _SIZES):
             if self._budget.is_spent():
                 return
             self._try_built(name, **sizes)
         self._population.start(self._rng)
         bests: list[float] = []
-        while not _is_settled(bests):
+        while not _is_settled(bests) and not self._budget.is_spent():
             for one in self._promising():
                 if self._budget.is_spent():
                     return

@@ -18,6 +18,7 @@ from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
 from lightning_autosync.plan.builders.default import serve_rows
 from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.search import population, selection
 from lightning_autosync.search.features import PlanFeatures, squared_distance
 from lightning_autosync.search.selection import SEARCHED, PredictedPlan, rank_plans
 from lightning_autosync.workload import Variable, Workload
@@ -93,6 +94,12 @@ def test_without_time_there_are_the_default_plans_alone() -> None:
     assert [one.origin for one in found] == ["byteps", "all_reduce"]  # both native plans are the same here
 
 
+def test_the_time_ends_it_too_where_no_frames_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(population, "FRAMES_LIMIT", 0)
+    monkeypatch.setattr(selection, "_LEAST_GENERATIONS", 10**6)
+    assert len(ranked(seconds=60.0)) >= 3
+
+
 def test_it_looks_at_the_clock_before_each_price() -> None:
     """A clock on which a price takes long ends the search after the last price that fits."""
     prices = dict.fromkeys((3.0, 6.0), 0)
@@ -114,6 +121,12 @@ def test_where_nothing_is_to_be_chosen_or_known_it_is_ddps_plan(cluster: Cluster
     (only,) = ranked(cluster=cluster)
     assert only.plan == builders.all_reduce(LAYERS, cluster)
     assert math.isnan(only.seconds) == (cluster.world_size > 1)
+
+
+def test_a_step_may_take_no_time() -> None:
+    instant = LAYERS.model_copy(update={"forward_time": 0.0, "backward_time": 0.0})
+    (only,) = ranked(instant, ClusterSpec.uniform(1), constants=Constants.ideal())
+    assert only.seconds == pytest.approx(0.0, abs=1e-9)
 
 
 def test_excluded_topologies_take_no_part() -> None:
