@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.measure.probe import mesh_meter, meter
+from lightning_autosync.measure.probe import meter
 from lightning_autosync.measure.probe.quick import survey_job
 
 
@@ -36,16 +33,3 @@ def survey_without_connection() -> dict[str, Any]:
         return survey()
     finally:
         meter.connect_pairs = connect_pairs
-
-
-def survey_with_death(directory: str) -> None:
-    """A survey in which the last rank ends; the others write the seconds and the kind of their error to files."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        mesh_meter.run_slots = lambda *_: os._exit(1)
-    begin = time.monotonic()
-    try:
-        survey()
-    except RuntimeError as error:
-        text = f"{time.monotonic() - begin} {type(error).__name__}"
-        Path(directory, f"{dist.get_rank()}.part").write_text(text)
-        Path(directory, f"{dist.get_rank()}.part").rename(Path(directory, f"{dist.get_rank()}.txt"))

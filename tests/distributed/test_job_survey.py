@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.probe.description import check_cluster
 from lightning_autosync.measure.probe.table import link_rows
-from lightning_autosync.measure.workers import LaunchError, WorkerError, WorkerPool
+from lightning_autosync.measure.workers import LaunchError, WorkerPool
 
 try:
     netns.require_namespaces()
@@ -91,22 +88,6 @@ def test_a_rank_without_a_connection_is_told_to_all(two_nodes: WorkerPool) -> No
     assert answers[0]["fault"] == "rank 3: the network is down"
     assert not ClusterSpec.from_dict(answers[0]["cluster"]).measured
     assert the_answer(two_nodes)["fault"] is None
-
-
-@pytest.mark.root
-@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
-def test_a_rank_that_dies_does_not_hang_the_others(tmp_path: Path) -> None:
-    with (
-        EmulatedLaunch(ClusterSpec.uniform(3, bandwidth="200 Mbit/s")) as launch,
-        WorkerPool(3, launch, timeout=60) as pool,
-        suppress(WorkerError),
-    ):
-        pool.run(survey_calls.survey_with_death, directory=str(tmp_path))
-    deadline = time.monotonic() + 5
-    while len(found := sorted(tmp_path.glob("*.txt"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [path.name for path in found] == ["0.txt", "1.txt"]
-    assert all(float(path.read_text().split()[0]) < 20 for path in found)
 
 
 @pytest.mark.parametrize(
