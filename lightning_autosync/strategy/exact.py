@@ -363,7 +363,7 @@ class ExactReplica(Replica):
         tuning = self._settings.tuning
         assert tuning is not None
         assert self._links is not None
-        found = find_links(None, tuning.probe, self._settings.timeout)
+        found = find_links(None, *self._shape, tuning.probe, self._settings.timeout)
         changes = [] if found.fault else changed_links(self._links.cluster, found.cluster)
         rank_zero_info(
             f"AutoSync: links were measured again, because {reason}; "

@@ -81,7 +81,7 @@ def prepare(
     if links is None:
         if (entry := _recall(key, settings, group)) is not None:
             return _of_entry(entry, workload, key)
-        links = find_links(settings.cluster, tuning.probe, settings.timeout)
+        links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
     return Preparation(links, workload, key, propose(workload, links, settings, group))
@@ -89,9 +89,9 @@ def prepare(
 
 def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> None:
     """Keep the plan that a job found, for later jobs of the same key; call it on rank 0."""
-    if cache is None:
-        return
     plan, trials = tuner.present, tuner.trials
+    if cache is None or (preparation.remembered is not None and not trials):
+        return  # the entry of the earlier job has more evidence
     measured = [each for each in trials if each.plan == plan.plan.fingerprint]
     seconds = measured[-1].seconds if measured else tuner.usual_seconds
     evidence = Evidence(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,16 +60,21 @@ class Proposals:
     reason: str
 
 
-def find_links(cluster: ClusterSpec | None, probe: float, timeout: float) -> JobLinks:
+def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: float, timeout: float) -> JobLinks:
     """Find the hosts of the default process group, and measure the links between them; collective.
 
     Args:
         cluster: the description that the user gave, if any; it is used as it is.
+        nodes: number of nodes in the job.
+        devices: number of ranks per node.
         probe: maximum seconds of the measurement.
         timeout: seconds that ranks wait for each other.
     """
     if cluster is not None:
         return JobLinks(cluster, Constants(), "" if cluster.measured else "its rates are not given", "described")
+    if sys.platform != "linux":
+        uniform = ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
+        return JobLinks(uniform, Constants(), "links can be measured on Linux only", "not measured")
     survey = survey_job(timeout, limit=probe)
     cores = usable_cores() if survey.machines == 1 and dist.get_world_size() > 1 else None
     origin = f"links measured in {survey.seconds:.1f} s"
