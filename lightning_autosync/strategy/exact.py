@@ -119,13 +119,17 @@ class ExactReplica(Replica):
 
     def report(self) -> TuningReport:
         """What was chosen and tried so far, and why."""
-        tuner = self._tuner
+        tuner, reason = self._tuner, self._resolution.reason
+        plan = self.plan if tuner is None else tuner.present.plan
+        trials = self._trials if tuner is None else [*self._trials, *tuner.trials]
+        if any(each.plan == plan.fingerprint and each.accepted for each in trials):
+            reason = f"the fastest in trials; the job began with {reason}"
         return TuningReport(
-            plan=self.plan.fingerprint,
-            reason=self._resolution.reason,
+            plan=plan.fingerprint,
+            reason=reason,
             links="" if self._links is None else self._links.describe(),
             candidates=[(each.name, each.predicted) for each in self._resolution.alternatives],
-            trials=self._trials if tuner is None else [*self._trials, *tuner.trials],
+            trials=trials,
             tuning=self._tuned if tuner is None else tuner.state,
         )
 
@@ -205,13 +209,13 @@ class ExactReplica(Replica):
         if engine is None:
             yield
             return
-        engine.deferred = True
+        engine.deferred, enabled = True, engine.enabled
         try:
             yield
             engine.finish()
         except BaseException as error:
-            if engine.enabled:  # otherwise no other rank takes part
-                engine.interrupt(error)
+            if enabled:  # otherwise no other rank takes part
+                (self._engine or engine).interrupt(error)
             raise
         finally:
             engine.deferred = False
@@ -422,7 +426,7 @@ class ExactReplica(Replica):
                 self._use,
                 self._settings.tuning,
                 self._group,
-                DriftWatch(self._changes, self._preparation.remembered),
+                DriftWatch(self._changes, self._preparation.expected),
             )
         return engine
 

@@ -199,7 +199,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         if not _is_launched():
             raise
         return replace(settings, error=error), launch
-    if found is not None and isinstance(arguments.get("tuning"), TuningSettings):
+    if found is not None and arguments.get("tuning") not in (None, "auto", "off"):
         raise ValueError("tuning: it has no effect with a plan; remove one of the two arguments")
     size = _bucket_bytes(arguments["bucket_cap_mb"], found)
     settings = replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size)

@@ -7,20 +7,27 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import jobs
 import models
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, ClusterSpec, TuningSettings
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.replay import Constants
+from lightning_autosync.strategy import exact
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.tuning.contest import Contest
+from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
+from lightning_autosync.strategy.tuning.pass_times import PassTimes
+from lightning_autosync.strategy.tuning.proposals import JobLinks
 
 PAIR = ClusterSpec.uniform(2, bandwidth="1 Gbit/s", name="pair")
 SHORT = TuningSettings(probe=0, search=0.5, warm_up=1, passes=8, cache=None)
@@ -79,7 +86,7 @@ def outcome() -> dict[str, Any]:
 
     LiveTuner.close = spy  # type: ignore[method-assign]
     try:
-        strategy = AutoSyncStrategy(cluster=PAIR, tuning=SHORT)
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=2))
         jobs.fit("Plain", strategy, max_epochs=12)
     finally:
         LiveTuner.close = finish  # type: ignore[method-assign]
@@ -115,7 +122,7 @@ def remembered(folder: str) -> list[dict[str, Any]]:
     """What two jobs report, one after the other, that remember plans in a folder."""
     found = []
     for _ in range(2):
-        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, cache=folder))
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=2, cache=folder))
         jobs.fit("Plain", strategy, max_epochs=12)
         report = strategy.report()
         assert report is not None
@@ -135,3 +142,29 @@ def divided() -> str:
     finally:
         Contest._decide = decide  # type: ignore[method-assign]
     return "none"
+
+
+def other_settings() -> str:
+    """The error of a job in which rank 1 does not tune."""
+    tuning = SHORT if dist.get_rank() == 0 else "off"
+    return jobs.error_of("Plain", cluster=PAIR, tuning=tuning)
+
+
+def changing_links() -> dict[str, Any]:
+    """How far a job ends from DDP whose links are found to be slower in the middle, and what it reports."""
+    slow = JobLinks(ClusterSpec.uniform(2, bandwidth="100 Mbit/s", name="slow"), Constants(), origin="measured")
+    windows = count()
+
+    def record(self: DriftWatch, window: PassTimes) -> str:
+        return "a test says so" if next(windows) == 2 else ""
+
+    strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1))
+    with (
+        mock.patch.object(DriftWatch, "record", record),
+        mock.patch.object(exact, "find_links", return_value=slow),
+    ):
+        ours = jobs.fit("Plain", strategy, max_epochs=12)
+    theirs = jobs.fit("Plain", DDPStrategy(), max_epochs=12)
+    report = strategy.report()
+    assert report is not None
+    return {"distance": jobs.distance(ours, theirs), "report": report.to_dict(), "windows": next(windows)}

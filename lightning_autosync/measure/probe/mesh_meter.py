@@ -123,8 +123,9 @@ class MeshMeter(Meter):
             self._widen()
 
     def pace(self, node: int) -> float:
-        """As in `Meter`; 0 between two nodes, whose flows depend on the slower of their links only."""
-        return super().pace(node) if len(self.nodes) > 2 and self._has_time(_HEAD + _WINDOW) else 0.0
+        """Always 0. What a link carries beyond the rates of all others together is of no use to a job, and a job floods
+        no network with datagrams to find out."""
+        return 0.0
 
     def elapsed(self) -> float:
         """Seconds since the beginning, on this rank."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from random import Random
 
-TURNS = (False, True, True, False)
-"""Whose turn a pass is, repeatedly: the present plan, the candidate twice, the present plan. A slow drift of the
-machines then affects both alike."""
 LEAST_GAIN = 0.01
 """Share of a pass that a candidate has to gain to replace the present plan."""
 GIVE_UP = 1.5
 """A candidate is given up after two passes that take this multiple of the present plan's median."""
-EARLY = 4
+EARLY = 8
 """Passes of each plan after which a clear difference decides."""
 _CLEAR = 3.0
 """Standard errors of a clear difference."""
@@ -21,6 +19,17 @@ _CONSISTENT = 1.4826
 """Standard deviation of a normal distribution, in median absolute deviations."""
 _OF_MEDIAN = 1.2533
 """Standard error of the median of normally distributed numbers, in standard errors of their mean."""
+
+
+def candidates_turn(number: int) -> bool:
+    """Whether the candidate synchronizes the pass of this number in a contest.
+
+    Each has two of four passes, in an order that looks random and is the same on all ranks. So a slow drift of the
+    machines affects both plans alike, and so does a training loop in which every n-th pass differs.
+    """
+    turns = [False, False, True, True]
+    Random(number // len(turns)).shuffle(turns)
+    return turns[number % len(turns)]
 
 
 class Contest:
@@ -71,16 +80,17 @@ class Contest:
 
     def _decide(self) -> bool | None:
         own, candidate = len(self._own), len(self._candidate)
-        if candidate >= 2 and min(self._candidate) > GIVE_UP * self._known:
+        usual = max(self._known, statistics.median(self._own or [0.0]))
+        if candidate >= 2 and min(self._candidate) > GIVE_UP * usual:
             return False
-        if min(own, candidate) < EARLY:
+        if min(own, candidate) < min(EARLY, self._most):
             return None
         ratio, error = self.ratio, self._error()
         if ratio < 1 - LEAST_GAIN - _CLEAR * error:
             return True
         if ratio > 1 - LEAST_GAIN + _CLEAR * error:
             return False
-        return ratio < 1 - LEAST_GAIN if min(own, candidate) >= self._most else None
+        return ratio < 1 - LEAST_GAIN - error if min(own, candidate) >= self._most else None
 
     def _error(self) -> float:
         """Standard error of the ratio."""

@@ -28,7 +28,8 @@ class DriftWatch:
 
     Args:
         changes: number of earlier changes of the links in this job. After one, the plan may avoid a slow link, so
-            passes do not show that it has recovered: links are then measured again from time to time.
+            passes do not show that it has recovered: links are then measured again from time to time. The more
+            changes, the more rarely, and the more passes have to show another change.
         remembered: seconds of a pass in the earlier job whose plan is used; None without one. If passes take much
             longer now, its rates do not hold.
     """
@@ -37,10 +38,10 @@ class DriftWatch:
         self._remembered = remembered
         self._first: list[PassTimes] = []
         self._usual: PassTimes | None = None
-        self._confirmed = _CONFIRMED
+        self._confirmed = _CONFIRMED << max(0, changes - 1)
         self._strikes = 0
         self._windows = 0
-        self._spot = _SPOT if changes else 0
+        self._spot = _SPOT << (changes - 1) if changes else 0
 
     def record(self, window: PassTimes) -> str:
         """Record the medians of a window; returns why links should be measured again, empty if they need not."""
@@ -75,7 +76,7 @@ class DriftWatch:
 def median_times(times: Sequence[PassTimes]) -> PassTimes:
     """Medians of several passes or windows."""
     return PassTimes(
-        statistics.median(each.period for each in times),
+        statistics.median(each.whole for each in times),
+        statistics.median(each.unusual for each in times),
         statistics.median(each.compute for each in times),
-        statistics.median(each.wait for each in times),
     )

@@ -14,6 +14,7 @@ from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.search.memory import StepTime
 from lightning_autosync.strategy.tuning.drift import WINDOW, DriftWatch, median_times
 from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, OwnTimes, PassTimes
 from lightning_autosync.strategy.tuning.report import TrialReport
@@ -22,6 +23,10 @@ from lightning_autosync.strategy.tuning.tuner import Candidate, Trial, Tuner
 
 LARGEST_RATIO = 1.1
 """Predicted time of a plan, relative to the first one, up to which it may be tried."""
+
+
+_END = -1
+"""Chosen in place of a plan when tuning has ended."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,6 @@ class LiveTuner:
         return self._alternatives[self._tuner.present]
 
     @property
-    def usual_seconds(self) -> float:
-        """Median seconds of a step with that plan."""
-        return self._tuner.usual_seconds
-
-    @property
     def ended(self) -> bool:
         """Whether all trials have ended."""
         return self._ended
@@ -112,6 +112,25 @@ class LiveTuner:
             return f"ended: {self._tuner.finished}"
         trying = self._tuner.trying
         return "about to try other plans" if trying is None else f"trying {self._alternatives[trying].name}"
+
+    @property
+    def evidence(self) -> tuple[StepTime, list[StepTime]]:
+        """Step times of the present plan, and of the others that were measured, with that of the beginning first."""
+        found = {0: (self._tuner.usual_seconds, 1)} if not self._tuner.trials else {}
+        for trial in self._tuner.trials:
+            found.setdefault(trial.against, (trial.seconds[0], trial.passes[0]))
+            found[trial.candidate] = (trial.seconds[1], trial.passes[1])
+        times = {
+            index: StepTime(
+                name=self._alternatives[index].name,
+                plan=self._alternatives[index].plan.fingerprint,
+                seconds=seconds,
+                steps=passes,
+            )
+            for index, (seconds, passes) in sorted(found.items())
+        }
+        present = times.pop(self._tuner.present)
+        return present, list(times.values())
 
     def _report_of(self, trial: Trial) -> TrialReport:
         tried, other = self._alternatives[trial.candidate], self._alternatives[trial.against]
@@ -142,19 +161,22 @@ class LiveTuner:
         return reason
 
     def close(self) -> None:
-        """Close the engines that are not in use."""
+        """Close the engines of all plans but the present one."""
         self._times.forget()
+        if self._tuner.present in self._engines:
+            self._switch(self._tuner.present)
         for index in [each for each in self._engines if each != self._used]:
             self._engines.pop(index).close()
-        self._engines[self._used].trace(None)
+        if (engine := self._engines.get(self._used)) is not None:
+            engine.trace(None)
 
     def _try(self, own: PassTimes) -> str:
         if self._times.under_way:
             self._tuner.record(self._times.take().period)
-        if self._tuner.finished:
-            self._finish()
-            return ""
-        self._chosen.append(self._tuner.following())
+            if self._chosen[-1] == _END:  # all ranks have agreed on that
+                self._finish()
+                return ""
+        self._chosen.append(_END if self._tuner.finished else self._tuner.following())
         self._times.share(own, self._chosen[-1])
         self._follow()
         return ""

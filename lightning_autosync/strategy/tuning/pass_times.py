@@ -21,21 +21,26 @@ class PassTimes:
     """Seconds of one pass.
 
     Attributes:
-        period: seconds from the end of the previous pass to the end of this one.
-        compute: seconds of it in which the rank did not wait for gradients; of all ranks, the largest.
-        wait: seconds that the rank waited for gradients after its backward pass; of all ranks, the least.
+        whole: seconds from the end of the previous pass to the end of this one.
+        unusual: seconds of it before the backward pass, as far as they exceed what is usual on this rank.
+        compute: seconds of it in which this rank did not wait for gradients.
     """
 
-    period: float
+    whole: float
+    unusual: float
     compute: float
-    wait: float
+
+    @property
+    def period(self) -> float:
+        """Seconds of the pass without unusual delays. Of agreed times: without the delay of the rank that had most."""
+        return self.whole - self.unusual
 
 
 class OwnTimes:
     """The times of passes on this rank.
 
     What a rank spends between passes (data loading, validation, checkpoints, logging) counts only as far as it is
-    usual on this rank. Other ranks wait for such a rank, so the least period of all ranks is the one without delays.
+    usual on this rank.
     """
 
     def __init__(self) -> None:
@@ -46,8 +51,7 @@ class OwnTimes:
         self._between.append(trace.forward)
         unusual = max(0.0, trace.forward - statistics.median(self._between))
         wait = trace.synchronized - trace.backward
-        period = trace.synchronized - unusual
-        return PassTimes(period, period - wait, wait)
+        return PassTimes(trace.synchronized, unusual, trace.synchronized - unusual - wait)
 
 
 class AgreedTimes:
@@ -66,11 +70,11 @@ class AgreedTimes:
         self._group = group
         self._under_way: deque[tuple[torch.Tensor, dist.Work]] = deque()
 
-    def share(self, own: PassTimes, plan: int = 0) -> None:
-        """Start to agree on times and on the index of a plan; collective."""
-        # The least of negated numbers is the negated largest, so one all-reduce does for both.
-        numbers = torch.tensor([own.period, -own.compute, own.wait, plan, -plan], dtype=torch.float64)
-        work = dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._group, async_op=True)
+    def share(self, own: PassTimes, choice: int = 0) -> None:
+        """Start to agree on times, the largest of all ranks, and on a number that says what is to come; collective."""
+        # The largest of negated numbers is the negated least, so one all-reduce does for both.
+        numbers = torch.tensor([own.whole, own.unusual, own.compute, choice, -choice], dtype=torch.float64)
+        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._under_way.append((numbers, work))
 
@@ -87,13 +91,13 @@ class AgreedTimes:
         """
         numbers, work = self._under_way.popleft()
         work.wait()
-        period, compute, wait, least, most = numbers.tolist()
-        if least != -most:
+        whole, unusual, compute, most, least = numbers.tolist()
+        if most != -least:
             raise ExchangeError(
-                f"tuning: ranks chose different plans for the same step ({least:.0f} and {-most:.0f}); this is a fault "
-                "of lightning-autosync: train with tuning='off', and report it"
+                "tuning: ranks chose different plans for the same step. This is a fault of lightning-autosync: train "
+                "with tuning='off', and report it"
             )
-        return PassTimes(period, -compute, wait)
+        return PassTimes(whole, unusual, compute)
 
     def forget(self) -> None:
         """Ignore all times that are under way, without a wait for ranks that may be lost."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from socket import gethostname
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.connections import own_address
+from lightning_autosync.plan import builders
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.memory import Evidence, StepTime, TunedPlan, TuningCache, TuningKey
+from lightning_autosync.search.memory import Evidence, TunedPlan, TuningCache, TuningKey
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.resolution import checked_workload
 from lightning_autosync.strategy.settings import StrategySettings
@@ -34,14 +36,16 @@ class Preparation:
         workload: parameters of the model.
         key: key of the job in the memory.
         proposals: plans that fit; None if rates are unknown, or all ranks are on one host.
-        remembered: seconds of a step in the earlier job whose plan is proposed; None without one.
+        remembered: fingerprint of the plan that an earlier job found; None without one.
+        expected: seconds of a step in that job.
     """
 
     links: JobLinks
     workload: Workload
     key: TuningKey
     proposals: Proposals | None = None
-    remembered: float | None = None
+    remembered: str | None = None
+    expected: float | None = None
 
     @property
     def on_one_host(self) -> bool:
@@ -84,28 +88,24 @@ def prepare(
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
-    return Preparation(links, workload, key, propose(workload, links, settings, group))
+    proposals, fault = propose(workload, links, settings, group)
+    return Preparation(replace(links, fault=fault), workload, key, proposals)
 
 
 def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> None:
-    """Keep the plan that a job found, for later jobs of the same key; call it on rank 0."""
-    plan, trials = tuner.present, tuner.trials
-    if cache is None or (preparation.remembered is not None and not trials):
+    """Keep the plan that a job found, for later jobs of the same key; call it on rank 0. It raises no errors."""
+    plan = tuner.present
+    if cache is None or preparation.remembered == plan.plan.fingerprint:
         return  # the entry of the earlier job has more evidence
-    measured = [each for each in trials if each.plan == plan.plan.fingerprint]
-    seconds = measured[-1].seconds if measured else tuner.usual_seconds
-    evidence = Evidence(
-        predicted=plan.predicted or None,
-        measured=StepTime(name=plan.name, plan=plan.plan.fingerprint, seconds=seconds, steps=max(1, tuner.passes)),
-        compared=tuple(
-            StepTime(name=each.name, plan=each.plan, seconds=each.seconds, steps=each.steps[1])
-            for each in trials
-            if each.plan != plan.plan.fingerprint
-        ),
-        synchronized_steps=tuner.passes,
-    )
-    TuningCache(None if cache == DEFAULT_CACHE else cache).store(
-        TunedPlan(
+    try:
+        measured, compared = tuner.evidence
+        evidence = Evidence(
+            predicted=plan.predicted or None,
+            measured=measured,
+            compared=tuple(compared),
+            synchronized_steps=tuner.passes,
+        )
+        entry = TunedPlan(
             key=preparation.key,
             plan=plan.plan,
             origin=plan.name,
@@ -114,7 +114,14 @@ def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> N
             written=datetime.now(UTC),
             torch=torch.__version__,
         )
-    )
+    except ValueError as error:  # training must not end because its plan cannot be remembered
+        rank_zero_warn(f"the tuned plan is not remembered for later jobs: {error}")
+        return
+    _memory(cache).store(entry)
+
+
+def _memory(cache: str) -> TuningCache:
+    return TuningCache(None if cache == DEFAULT_CACHE else cache)
 
 
 def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup | None) -> TunedPlan | None:
@@ -122,7 +129,7 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
     assert settings.tuning is not None
     cache, found = settings.tuning.cache, None
     if cache is not None and dist.get_rank(group) == 0:
-        entry = TuningCache(None if cache == DEFAULT_CACHE else cache).find(key)
+        entry = _memory(cache).find(key)
         if entry is not None and _describes(settings.cluster, entry):
             found = entry.to_dict()
     found = gather_json(found, group)[0]
@@ -135,14 +142,18 @@ def _describes(cluster: ClusterSpec | None, entry: TunedPlan) -> bool:
 
 
 def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey) -> Preparation:
-    measured = entry.evidence.measured
-    plan = Alternative(entry.plan, entry.origin, entry.evidence.predicted or 0.0, native=entry.origin == NATIVE)
+    """The plan of an earlier job; DDP's plan is tried against it, in case that job was disturbed."""
+    expected = entry.evidence.measured.seconds
+    plans = [Alternative(entry.plan, entry.origin, expected, native=entry.origin == NATIVE)]
+    if not plans[0].native:
+        native = builders.build(NATIVE, workload, entry.cluster)
+        plans.append(Alternative(native, NATIVE, expected, native=True))
     reason = (
-        f"{entry.origin}, which an earlier job found on {entry.written:%Y-%m-%d} ({measured.seconds:.3g} s a step "
+        f"{entry.origin}, which an earlier job found on {entry.written:%Y-%m-%d} ({expected:.3g} s a step "
         f"there; 'autosync cache show {key.fingerprint}' says more)"
     )
     links = JobLinks(entry.cluster, Constants(), origin=f"as measured on {entry.written:%Y-%m-%d}")
-    return Preparation(links, workload, key, Proposals([plan], reason), measured.seconds)
+    return Preparation(links, workload, key, Proposals(plans, reason), entry.plan.fingerprint, expected)
 
 
 def _identify(workload: Workload) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import counted
@@ -18,7 +19,6 @@ from lightning_autosync.measure.probe.quick import survey_job
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.selection import rank_plans
-from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.choice import LEAST_GAIN
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import LARGEST_RATIO, Alternative
@@ -88,28 +88,36 @@ def changed_links(before: ClusterSpec, now: ClusterSpec) -> list[str]:
 
 def propose(
     workload: Workload, links: JobLinks, settings: StrategySettings, group: dist.ProcessGroup | None
-) -> Proposals:
-    """Search for plans on rank 0 while the others wait; collective."""
+) -> tuple[Proposals | None, str]:
+    """Search for plans on rank 0 while the others wait; collective.
+
+    Returns:
+        The plans; None with the reason if the search failed.
+    """
     tuning = settings.tuning
     assert tuning is not None
-
-    def search() -> list[dict[str, Any]]:
-        if dist.get_rank(group) != 0:
-            return []
-        ranked = rank_plans(
-            workload,
-            links.cluster,
-            constants=links.constants,
-            seconds=tuning.search,
-            keep=tuning.plans + 1,
-            bucket_bytes=settings.bucket_bytes,
-        )
-        return [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]
-
-    found = agree(search, lambda _: {}, group)  # an error on rank 0 is an error on all ranks
-    ranked = gather_json(found, group)[0]
-    native = next(number for number, each in enumerate(ranked) if each["origin"] == NATIVE)
-    return _ordered([_alternative(each, number == native) for number, each in enumerate(ranked)], links, tuning.plans)
+    found: dict[str, Any] = {}
+    if dist.get_rank(group) == 0:
+        try:
+            ranked = rank_plans(
+                workload,
+                links.cluster,
+                constants=links.constants,
+                seconds=tuning.search,
+                keep=tuning.plans + 1,
+                bucket_bytes=settings.bucket_bytes,
+            )
+            plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]
+            found = {"plans": plans}
+        except Exception as error:  # the others wait, and a job can train without a search
+            found = {"fault": f"the search for a plan failed: {type(error).__name__}: {error}"}
+    found = gather_json(found, group)[0]
+    if "fault" in found:
+        rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
+        return None, found["fault"]
+    native = next(number for number, each in enumerate(found["plans"]) if each["origin"] == NATIVE)
+    alternatives = [_alternative(each, number == native) for number, each in enumerate(found["plans"])]
+    return _ordered(alternatives, links, tuning.plans), ""
 
 
 def _alternative(found: dict[str, Any], native: bool) -> Alternative:
@@ -134,4 +142,5 @@ def _ordered(ranked: Sequence[Alternative], links: JobLinks, most: int) -> Propo
     )
     rest = [each for each in ranked if each is not first]
     tried = [each for each in rest if each.native or each.predicted < LARGEST_RATIO * first.predicted]
+    tried.sort(key=lambda each: not each.native)  # DDP's plan first
     return Proposals([first, *tried[:most]], reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -45,7 +46,8 @@ class TuningSettings:
         for field in [each for each in fields(self) if each.name != "cache"]:
             value, lowest = getattr(self, field.name), least.get(field.name, 0)
             whole = field.type == "int"
-            if not isinstance(value, int if whole else (int, float)) or isinstance(value, bool) or value < lowest:
+            known = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            if not known or not lowest <= value < math.inf:
                 kind = "a whole number" if whole else "a number of seconds"
                 raise ValueError(f"tuning.{field.name}: {value!r} is not {kind} of at least {lowest:g}")
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from lightning_autosync.strategy.tuning.contest import TURNS, Contest
+from lightning_autosync.strategy.tuning.contest import Contest, candidates_turn
 
+_LEAST_KNOWN = 4
+"""Passes of the present plan before a candidate is tried, to know when to give it up."""
 FIRST_SPREAD = 0.1
 """Standard deviation of the logarithm of measured over predicted time, before anything was measured."""
 
@@ -104,7 +106,7 @@ class Tuner:
         if self._trying is not None:
             # The candidate's first pass does not count: its buffers and connections are new.
             counts = self._turn > 0
-            plan = self._trying if not counts or TURNS[(self._turn - 1) % len(TURNS)] else self.present
+            plan = self._trying if not counts or candidates_turn(self._turn - 1) else self.present
             self._turn += 1
         self._awaited.append(plan if counts else None)
         return plan
@@ -128,7 +130,7 @@ class Tuner:
             self._contest.record(plan == self._trying, seconds)
             if self._contest.accepted is not None:
                 self._end_contest(self._contest)
-        if self._contest is None and not self.finished and len(self._known) >= min(self._passes, len(TURNS)):
+        if self._contest is None and not self.finished and len(self._known) >= min(self._passes, _LEAST_KNOWN):
             self._begin_contest()
 
     def _begin_contest(self) -> None:
@@ -152,7 +154,7 @@ class Tuner:
         self._errors.append(math.log(contest.ratio / predicted))
         if accepted:
             self.present = self._trying
-        self._known = [contest.seconds[accepted]] * min(self._passes, len(TURNS))
+        self._known = [contest.seconds[accepted]] * min(self._passes, _LEAST_KNOWN)
         self._trying, self._contest = None, None
 
     def _is_worth_trying(self, candidate: int) -> bool:

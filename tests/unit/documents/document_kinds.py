@@ -896,7 +896,9 @@ KINDS: dict[str, Kind] = {
     "simulator": Kind(
         _make_simulators, _read_simulators, ("learned.simulator", "learned.ensemble"), seal=_seal_weights
     ),
-    "study": Kind(_make_study, _read_study, ("search.studies", "search.trial_attributes"), names=_STUDY),
+    "study": Kind(
+        _make_study, _read_study, ("search.studies", "search.trial_attributes", "search.population"), names=_STUDY
+    ),
     "study, tuning": Kind(
         _make_tuning_study,
         _read_tuning_study,

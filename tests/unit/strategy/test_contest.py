@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autosync.strategy.tuning.contest import Contest
+from lightning_autosync.strategy.tuning.contest import Contest, candidates_turn
 from lightning_autosync.strategy.tuning.tuner import Candidate, Tuner
 
 
@@ -17,7 +17,7 @@ def run_contest(own: float, candidate: float, noise: float = 0.0, seed: int = 0,
     rng = random.Random(seed)
     contest = Contest(most, [own])
     for number in range(8 * most):
-        mine = number % 4 in (1, 2)
+        mine = candidates_turn(number)
         contest.record(mine, (candidate if mine else own) * math.exp(rng.gauss(0, noise)))
         if contest.accepted is not None:
             return contest
@@ -27,7 +27,7 @@ def run_contest(own: float, candidate: float, noise: float = 0.0, seed: int = 0,
 def test_a_faster_plan_is_accepted_after_a_few_passes() -> None:
     contest = run_contest(0.1, 0.08)
     assert contest.accepted is True
-    assert max(contest.passes) <= 6
+    assert max(contest.passes) <= 10
     assert contest.ratio == pytest.approx(0.8)
 
 
@@ -106,11 +106,27 @@ def test_without_other_plans_nothing_is_tried() -> None:
     assert tuner.usual_seconds == 0.5
 
 
-def test_turns_of_a_contest_are_abba_after_one_pass_that_does_not_count() -> None:
+@pytest.mark.parametrize("period", [2, 3, 4, 5, 6, 7])
+def test_a_training_loop_with_different_passes_favours_no_plan(period: int) -> None:
+    """The first of so many passes takes three times as long, as in a loop of critics and a generator."""
+    contest = Contest(32, [1.0])
+    for number in range(64):
+        contest.record(candidates_turn(number), 3.0 if number % period == 0 else 1.0)
+    assert contest.accepted is not True
+
+
+def test_equal_plans_with_noise_are_rarely_accepted() -> None:
+    wrong = sum(run_contest(0.1, 0.1, noise=0.03, seed=seed).accepted is True for seed in range(100))
+    assert wrong <= 20
+
+
+def test_each_plan_has_half_of_the_turns_after_one_pass_that_does_not_count() -> None:
     tuner = Tuner([Candidate("first", 0.1), Candidate("second", 0.1)], warm_up=1, passes=16)
     chosen = drive(tuner, [0.1, 0.1], 40, lag=0)
-    first = chosen.index(1)
-    assert chosen[first : first + 9] == [1, 0, 1, 1, 0, 0, 1, 1, 0]
+    turns = chosen[chosen.index(1) + 1 :]
+    for start in range(0, 16, 4):
+        assert sum(turns[start : start + 4]) == 2
+    assert turns[:4] != turns[4:8] or turns[4:8] != turns[8:12]
 
 
 def test_passes_that_do_not_count_are_left_out() -> None:

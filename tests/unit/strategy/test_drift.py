@@ -15,7 +15,7 @@ from lightning_autosync.strategy.tuning.pass_times import OwnTimes, PassTimes
 def watch(times: Iterable[tuple[float, float]], changes: int = 0) -> list[int]:
     """Windows at which links would be measured again; times are computation and wait."""
     drift = DriftWatch(changes)
-    windows = [PassTimes(compute + wait, compute, wait) for compute, wait in times]
+    windows = [PassTimes(compute + wait, 0.0, compute) for compute, wait in times]
     return [number for number, each in enumerate(windows) if drift.record(each)]
 
 
@@ -62,7 +62,7 @@ def test_an_unusual_delay_between_passes_does_not_count() -> None:
 
 
 def test_waits_are_what_follows_the_backward_pass() -> None:
-    assert OwnTimes().of(_trace(0.1)) == PassTimes(pytest.approx(0.5), pytest.approx(0.2), pytest.approx(0.3))
+    assert OwnTimes().of(_trace(0.1)) == PassTimes(pytest.approx(0.5), 0.0, pytest.approx(0.2))
 
 
 def test_medians_are_of_each_number() -> None:
