@@ -51,6 +51,10 @@ else:
 
 HybridPlanArgument = HybridPlan | SyncPlan | str | os.PathLike[str] | None
 
+_FRAMEWORKS = ("lightning", "pytorch_lightning")
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
+"""Lightning's callbacks that copy the model before it is split; by name, as not every version has both."""
+
 
 class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
     """Splits operators of an unmodified model over ranks (tensor parallelism); other layers are data parallel.
@@ -214,7 +218,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         try:
             choice, first = self._choose(trainer)
             if choice.plans:
-                replica = self._first_that_is_right(choice, self._task(trainer, first))
+                replica = self._first_that_is_right(choice, self._task(trainer, first), trainer)
         finally:
             self._compile_again(uncompiled, replica)
         if replica is None:
@@ -283,10 +287,11 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         """This rank's first batch; an error if any rank has none."""
         return agree(lambda: FirstBatch(trainer, self, self.combined_loader), lambda _: {})
 
-    def _first_that_is_right(self, choice: Choice, task: Task) -> SplitReplica | None:
+    def _first_that_is_right(self, choice: Choice, task: Task, trainer: Any) -> SplitReplica | None:
         """A replica for the first plan that passes the check; None if none does. A plan of the user must pass."""
         require_equal_structures(self._plain)  # broadcasts of unlike tensors end the process
         self._refuse_loss_scaling()
+        agree(lambda: _refuse_averaging(trainer.callbacks), lambda _: {})
         follow_rank_zero(self._plain, self._settings.initial_buffers)
         for plan in choice.plans:
             try:
@@ -350,6 +355,16 @@ def _clipping(plugin: Any, replica: SplitReplica) -> Callable[[Optimizer, float]
         clip_gradients(replica.split, list(plugin.main_params(optimizer)), float(clip_val))
 
     return clip
+
+
+def _refuse_averaging(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in _FRAMEWORKS}
+        if not kinds.isdisjoint(_AVERAGING):
+            raise PlanError(
+                f"callbacks: {type(callback).__name__} averages a copy of the whole model, but each rank holds parts "
+                "of it; remove it, or train data-parallel (strategy='autosync')"
+            )
 
 
 def _read_given(value: HybridPlanArgument) -> tuple[HybridPlan | SyncPlan | None, str]:

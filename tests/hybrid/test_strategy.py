@@ -173,6 +173,9 @@ def test_compiled_parts(pair: SharedPool, part: str) -> None:
         ("memory", "PlanError: memory: no plan fits into"),
         ("cluster", "ClusterError: cluster 'uniform': it has 7 ranks, but the job has 2"),
         ("scaler", "PlanError: precision:"),
+        ("averaging", "PlanError: callbacks: StochasticWeightAveraging averages a copy of the whole model"),
+        ("moving average", "PlanError: callbacks: _Moving averages a copy of the whole model"),
+        ("averaging on one rank", "PlanError: on rank 1 only: callbacks: _Moving averages a copy"),
         ("other plan", "PlanError: plan: rank 1 has "),
         ("other memory", "PlanError: memory: rank 1 has 2000000000 bytes, but rank 0 has 1000000000 bytes"),
         ("other cluster", "PlanError: cluster: rank 1 has "),
@@ -190,6 +193,10 @@ def test_compiled_parts(pair: SharedPool, part: str) -> None:
 )
 def test_refused(pair: SharedPool, case: str, told: str) -> None:
     assert all(told in found for found in pair.run(jobs.refused, case=case))
+
+
+def test_data_parallelism_may_average_weights(pair: SharedPool) -> None:
+    assert max(pair.run(jobs.averaged)) < 1e-6
 
 
 def test_a_refused_plan_is_undone(pair: SharedPool) -> None:
