@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
-from lightning_autosync.documents import is_path
+from lightning_autosync.documents import is_path, read_data, shown
 from lightning_autosync.engine.replicas import require_equal_structures
 from lightning_autosync.errors import AutoSyncError, ClusterError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
@@ -51,6 +51,7 @@ else:
 
 HybridPlanArgument = HybridPlan | SyncPlan | str | os.PathLike[str] | None
 
+_ALLOWED = "allowed: a HybridPlan, an exact SyncPlan (a plan for gradients), or the file of one"
 _FRAMEWORKS = ("lightning", "pytorch_lightning")
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 """Lightning's callbacks that copy the model before it is split; by name, as not every version has both."""
@@ -374,16 +375,24 @@ def _read_given(value: HybridPlanArgument) -> tuple[HybridPlan | SyncPlan | None
     elif isinstance(value, str | os.PathLike):
         source = os.fspath(value)
         if not is_path(value):
-            builders.find(source)
-            raise PlanError(
-                f"plan: '{source}' is a plan for gradients, not for splitting operators; give a hybrid plan, or use "
-                "AutoSyncStrategy"
-            )
-        found = SyncPlan.load(source) if SyncPlan.is_in(source) else HybridPlan.load(source)
+            known = source in (*builders.names(), *builders.relaxed_names())
+            why = "is a builder's name; AutoSyncStrategy takes these" if known else "is not a file (.yaml, .yml, .json)"
+            raise PlanError(f"plan: '{source}' {why}; {_ALLOWED}")
+        found = _load(source)
     else:
-        raise PlanError(f"plan: expected a HybridPlan or a file of one, got {type(value).__name__}")
+        raise PlanError(f"plan: got {type(value).__name__}; {_ALLOWED}")
     _check_exact(found, source)
     return found, source
+
+
+def _load(path: str) -> HybridPlan | SyncPlan:
+    data = read_data(path, PlanError)
+    if SyncPlan.describes(data):
+        return SyncPlan.load(path)
+    if HybridPlan.describes(data) or not isinstance(data, dict):
+        return HybridPlan.load(path)
+    found = f"{shown(data['format'])} cannot be read" if "format" in data else "missing"
+    raise PlanError(f"{path}: format: {found}; expected '{HybridPlan.FORMAT}' or '{SyncPlan.FORMAT}'")
 
 
 def _check_exact(plan: HybridPlan | SyncPlan | None, source: str) -> None:

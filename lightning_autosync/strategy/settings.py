@@ -229,6 +229,8 @@ def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
         return value, "plan"
     if isinstance(value, PlanOfFile):
         return value.plan, value.source
+    if isinstance(value, HybridPlan):
+        raise PlanError(f"plan: {_FOR_AUTODDL.format(plan='...')}")
     if not isinstance(value, str | os.PathLike):
         raise PlanError(f"plan: expected a SyncPlan, a file or a builder's name, got {type(value).__name__}")
     text = os.fspath(value)
