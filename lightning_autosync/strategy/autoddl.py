@@ -142,7 +142,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self._replica = None
         self._failure_detector = None
         self._job = None
-        self._memory = None if memory is None else parse_bytes(memory)
+        self._memory = None if memory is None else _read_memory(memory)
         self._resumed_from: Path | None = None
 
     @property
@@ -366,6 +366,15 @@ def _refuse_averaging(callbacks: Sequence[Any]) -> None:
                 f"callbacks: {type(callback).__name__} averages a copy of the whole model, but each rank holds parts "
                 "of it; remove it, or train data-parallel (strategy='autosync')"
             )
+
+
+def _read_memory(value: Any) -> float:
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(
+            f"memory: {shown(value)} is not a size above 0: {error}; allowed: None, bytes, or text such as '4GB'"
+        ) from None
 
 
 def _read_given(value: HybridPlanArgument) -> tuple[HybridPlan | SyncPlan | None, str]:

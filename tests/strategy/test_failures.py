@@ -101,6 +101,12 @@ def test_autoddl_says_which_plans_it_takes(tmp_path: Path) -> None:
             AutoDDLStrategy(plan=wrong)
 
 
+@pytest.mark.parametrize("memory", ["lots", 0, "-4GB", True, "4 Gb"])
+def test_autoddl_names_a_wrong_memory(memory: object) -> None:
+    with pytest.raises(ValueError, match=f"^memory: {memory!r} is not a size above 0: .*; allowed: None, bytes, or "):
+        AutoDDLStrategy(memory=memory)
+
+
 @pytest.mark.parametrize("strategy", [AutoSyncStrategy, AutoSyncFabricStrategy, AutoDDLStrategy])
 def test_a_misspelt_argument_names_the_class_and_the_nearest_argument(strategy: type) -> None:
     said = f"^{strategy.__name__}: got an unexpected keyword argument "
