@@ -99,6 +99,10 @@ def _plan(**fields: Any) -> dict[str, Any]:
         ({"gradients": "ring"}, "gradients: 'ring' is not a builder of synchronous plans"),
         ({"gradients": "partial_reduce"}, "gradients: 'partial_reduce' is not a builder of synchronous plans"),
         ({"remarks": "none"}, "remarks: unknown field"),
+        ({"gradients": 3}, "gradients: expected a builder's name or a plan for gradients (got 3)"),
+        ({"gradients": {"world_size": 2, "bucket": 1}}, "gradients.bucket: unknown field"),
+        ({"gradients": {"world_size": 2, "groups": [{"name": 3}]}}, "gradients.groups[0].name: "),
+        ({"gradients": {"format": "autosync-plan/9"}}, "gradients: its format is 'autosync-plan/9'; expected 'autosy"),
     ],
 )
 def test_errors_name_file_and_field(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
@@ -114,6 +118,8 @@ def test_an_inner_plan_is_for_the_replicas() -> None:
     plan = builders.all_reduce(describe(nn.Linear(4, 4)), ClusterSpec.uniform(2))
     layer = LayerPlan(module="0", signature=("dp", "col"))
     assert HybridPlan(mesh=(2, 2), layers=(layer,), gradients=plan).gradients == plan
+    whole = HybridPlan(mesh=(2, 2), layers=(layer,), gradients=plan).to_dict()
+    assert HybridPlan.from_dict({**whole, "gradients": plan.to_dict()}) == HybridPlan.from_dict(whole)
     with pytest.raises(ValueError, match=r"gradients.world_size: it is 2, but layers have 4 replicas"):
         HybridPlan(mesh=(2, 2), layers=(LayerPlan(module="0", signature=("dp", "dp")),), gradients=plan)
     relaxed = builders.partial_reduce(describe(nn.Linear(4, 4)), ClusterSpec.uniform(2))
