@@ -99,6 +99,19 @@ def _plan(**fields: Any) -> dict[str, Any]:
         ({"gradients": "ring"}, "gradients: 'ring' is not a builder of synchronous plans"),
         ({"gradients": "partial_reduce"}, "gradients: 'partial_reduce' is not a builder of synchronous plans"),
         ({"remarks": "none"}, "remarks: unknown field"),
+        ({"laiers": []}, "laiers: unknown field; did you mean 'layers'?"),
+        (
+            {"layers": [{"module": "0", "signatur": ["dp", "dp"]}]},
+            "layers[0].signatur: unknown field; did you mean 'signature'? (line",
+        ),
+        (
+            {"layers": [{"module": "0", "split": ["dp", "dp"]}]},
+            "layers[0].split: unknown field; allowed: module, signature, output, parts, batch_axis (and 'signature'",
+        ),
+        (
+            {"gradients": {"world_siz": 2}},
+            "gradients.world_siz: unknown field; did you mean 'world_size'? (and 'groups' is missing)",
+        ),
         ({"gradients": 3}, "gradients: expected a builder's name or a plan for gradients (got 3)"),
         ({"gradients": {"world_size": 2, "bucket": 1}}, "gradients.bucket: unknown field"),
         ({"gradients": {"world_size": 2, "groups": [{"name": 3}]}}, "gradients.groups[0].name: "),
