@@ -159,7 +159,7 @@ def _layers(model: nn.Module, **signatures: tuple[str, ...]) -> tuple[LayerPlan,
             "layers[0] ('0'): signature: Linear has no signature 'heads'; allowed: dp, rep",
         ),
         ({"layers": ("1", ("col",))}, "layers[0] ('1'): signature: ReLU has no signature 'col'"),
-        ({"layers": ("0", ("dp",))}, "layers: the parameter '2.weight' and 3 more belongs to no layer"),
+        ({"layers": ("0", ("dp",))}, "layers: '2.weight' and 3 other parameters belong to no layer"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
