@@ -327,16 +327,15 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         for part in uncompiled.compiled:
             takes_home_values(part)
         if left:
-            rank_zero_info(
-                f"AutoDDL: torch.compile is disabled for {', '.join(map(repr, left))}, because operators in them are "
-                "split"
-            )
+            told = ", ".join(repr(path) if path else "the model" for path in left)
+            rank_zero_info(f"AutoDDL: torch.compile is disabled for {told}, because operators in them are split")
 
     def _refuse_loss_scaling(self) -> None:
         if self._scaler is not None and self._scaler.is_enabled():
             raise PlanError(
                 "precision: a loss scaler could skip a step on some ranks only, because ranks hold different parts "
-                "of the model; allowed with split operators: '32-true', 'bf16-mixed', 'bf16-true', '16-true'"
+                "of the model; allowed with split operators: '32-true', 'bf16-mixed', 'bf16-true', '16-true', and "
+                "'64-true' as plugins=[DoublePrecision()]"
             )
 
     def _clip_by_true_norm(self) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -248,11 +248,14 @@ def wide_plan(**changes: Any) -> HybridPlan:
 
 
 def compiled(part: str) -> dict[str, Any]:
-    """A part under torch.compile."""
-    found = told(Wide(compiled=part), AutoDDLStrategy(plan=wide_plan()))
+    """A part, or the whole module, under torch.compile."""
+    job = Wide(compiled=part)
+    if not part:
+        job.compile(backend="aot_eager")
+    found = told(job, AutoDDLStrategy(plan=wide_plan()))
     return {
         "lines": found["lines"],
-        "kept": isinstance(getattr(found["trainer"].lightning_module, part), OptimizedModule),
+        "kept": isinstance(getattr(job, part), OptimizedModule) if part else job._compiled_call_impl is not None,
     }
 
 
@@ -274,6 +277,16 @@ def narrow(precision: str) -> list[float]:
         make_trainer(strategy, precision=precision).fit(job)
         found += [losses[-1], losses[-4]]
     return found
+
+
+def doubled() -> dict[str, float]:
+    """How far a split model in double precision ends from DDP's, and its precision."""
+    theirs, ours = Wide(), Wide()
+    ours.load_state_dict(theirs.state_dict())
+    make_trainer(DDPStrategy(), precision="64-true").fit(theirs)
+    plugins = [TorchElasticEnvironment(), DoublePrecision()]
+    make_trainer(AutoDDLStrategy(plan=wide_plan()), plugins=plugins).fit(ours)
+    return {"distance": distance(theirs, ours), "bits": 8 * ours.up.weight.itemsize}
 
 
 class Noisy(Wide):

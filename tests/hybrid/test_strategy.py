@@ -72,6 +72,12 @@ def test_the_step_before_training_has_the_precision_of_training(pair: SharedPool
         assert found["dtypes"] == ["torch.bfloat16"]
 
 
+def test_double_precision(pair: SharedPool) -> None:
+    for found in pair.run(jobs.doubled):
+        assert found["distance"] < 1e-12
+        assert found["bits"] == 64
+
+
 def test_validation_and_prediction(pair: SharedPool) -> None:
     for found in pair.run(jobs.predictions):
         assert found["during"] == pytest.approx(found["after"], abs=1e-9)
@@ -148,12 +154,12 @@ def test_an_unknown_layer_is_data_parallel(pair: SharedPool) -> None:
     assert any("middle" in line and "GRU" in line for line in found["lines"][1:])
 
 
-@pytest.mark.parametrize("part", ["up", "head"])
+@pytest.mark.parametrize("part", ["up", "head", ""])
 def test_compiled_parts(pair: SharedPool, part: str) -> None:
     found = pair.run(jobs.compiled, part=part)[0]
-    splits = part == "up"
+    splits, name = part != "head", repr(part) if part else "the model"
     assert found["kept"] != splits
-    assert any("torch.compile is disabled for 'up'" in line for line in found["lines"]) == splits
+    assert any(f"torch.compile is disabled for {name}," in line for line in found["lines"]) == splits
 
 
 @pytest.mark.parametrize(
