@@ -119,7 +119,7 @@ def _read_shape(name: str, data: Any) -> Shape:
     try:
         return SHAPES[name].model_validate(data)
     except ValidationError as error:
-        problem = describe_validation_error(error)
+        problem = describe_validation_error(error, kind=SHAPES[name])
     raise ValueError(f"{name}.{problem}")
 
 

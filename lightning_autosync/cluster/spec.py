@@ -178,6 +178,7 @@ class ClusterSpec(Document):
 
     FORMAT: ClassVar[str] = "autosync-cluster/1"
     ERROR: ClassVar[type[ClusterError]] = ClusterError
+    SHORT_FORMS: ClassVar[tuple[str, ...]] = tuple(SHAPES)
 
     name: str = Field(min_length=1)
     nodes: tuple[Node, ...] = Field(min_length=1, max_length=MOST_NODES)

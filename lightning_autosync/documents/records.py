@@ -70,7 +70,7 @@ class Configuration(Record):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise DocumentError(describe_validation_error(error, data)) from None
+            raise DocumentError(describe_validation_error(error, data, cls)) from None
 
 
 def with_current_names(data: Any, renamed: Mapping[str, str]) -> Any:
@@ -97,12 +97,14 @@ def with_current_names(data: Any, renamed: Mapping[str, str]) -> Any:
 class Document(Record):
     """A frozen record with a file form.
 
-    Subclasses set ``FORMAT`` (name and version of the file form), ``ERROR`` (class of the errors), and ``FINITE``
-    (whether files must have no infinities and NaN even in parts that are plain data).
+    Subclasses set ``FORMAT`` (name and version of the file form), ``ERROR`` (class of the errors), ``FINITE`` (whether
+    files must have no infinities and NaN even in parts that are plain data), and ``SHORT_FORMS`` (fields that files may
+    have in place of others).
     """
 
     FORMAT: ClassVar[str]
     FINITE: ClassVar[bool] = True
+    SHORT_FORMS: ClassVar[tuple[str, ...]] = ()
     ERROR: ClassVar[type[DocumentError]] = DocumentError
 
     @classmethod
@@ -120,7 +122,7 @@ class Document(Record):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise cls.ERROR(f"{where}: {describe_validation_error(error)}") from None
+            raise cls.ERROR(f"{where}: {describe_validation_error(error, kind=cls)}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """The document as plain data, the format line first; fields with default values are left out."""
@@ -220,7 +222,7 @@ def checked(kind: type[Kind], data: Any, source: str, error: type[DocumentError]
     try:
         return cast("Kind", _adapter(cast("Hashable", kind)).validate_python(data))
     except ValidationError as wrong:
-        raise error(f"{source}: {describe_validation_error(wrong, data)}") from None
+        raise error(f"{source}: {describe_validation_error(wrong, data, kind)}") from None
 
 
 @cache

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from lightning_autosync.cluster.shapes import MOST_RANKS
-from lightning_autosync.documents import Count, Document, Index, Record
+from lightning_autosync.documents import Count, Document, Index, Record, shown
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 
@@ -120,6 +120,20 @@ class HybridPlan(Document):
         from lightning_autosync.hybrid.describe import plan_table
 
         return plan_table(self, width)
+
+    @field_validator("gradients", mode="before")
+    @classmethod
+    def _read_gradients(cls, value: Any) -> Any:
+        """A plan from a mapping, which may have the format line of its own file."""
+        # Done here, because the union would name its alternatives in the locations of errors.
+        if isinstance(value, str | SyncPlan):
+            return value
+        if not isinstance(value, dict):
+            raise ValueError("expected a builder's name or a plan for gradients")
+        fields = dict(value)
+        if (found := fields.pop("format", SyncPlan.FORMAT)) != SyncPlan.FORMAT:
+            raise ValueError(f"its format is {shown(found)}; expected '{SyncPlan.FORMAT}'")
+        return SyncPlan.model_validate(fields)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_autosync.documents import digest
+from lightning_autosync.documents import counted, digest
 from lightning_autosync.errors import PlanError
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.signatures import kind_of, refusal, rules_of
@@ -75,8 +75,9 @@ def _check_parameters(plan: HybridPlan, modules: dict[str, nn.Module], source: s
     # A tied parameter may also be found in a module without a layer; one layer that has it is enough.
     lost = [path for parameter, path in homeless.items() if parameter not in cuts]
     if lost:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise PlanError(f"{source}: layers: the parameter '{lost[0]}'{more} belongs to no layer")
+        more = counted(len(lost) - 1, "other parameter")
+        told = f"the parameter '{lost[0]}' belongs" if len(lost) == 1 else f"'{lost[0]}' and {more} belong"
+        raise PlanError(f"{source}: layers: {told} to no layer")
 
 
 def _shown(cut: list[int | None]) -> str:

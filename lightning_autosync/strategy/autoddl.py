@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
-from lightning_autosync.documents import is_path
+from lightning_autosync.documents import is_path, read_data, shown
 from lightning_autosync.engine.replicas import require_equal_structures
 from lightning_autosync.errors import AutoSyncError, ClusterError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
@@ -50,6 +50,11 @@ else:
     _Base = object
 
 HybridPlanArgument = HybridPlan | SyncPlan | str | os.PathLike[str] | None
+
+_ALLOWED = "allowed: a HybridPlan, an exact SyncPlan (a plan for gradients), or the file of one"
+_FRAMEWORKS = ("lightning", "pytorch_lightning")
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
+"""Lightning's callbacks that copy the model before it is split; by name, as not every version has both."""
 
 
 class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
@@ -137,7 +142,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self._replica = None
         self._failure_detector = None
         self._job = None
-        self._memory = None if memory is None else parse_bytes(memory)
+        self._memory = None if memory is None else _read_memory(memory)
         self._resumed_from: Path | None = None
 
     @property
@@ -214,7 +219,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         try:
             choice, first = self._choose(trainer)
             if choice.plans:
-                replica = self._first_that_is_right(choice, self._task(trainer, first))
+                replica = self._first_that_is_right(choice, self._task(trainer, first), trainer)
         finally:
             self._compile_again(uncompiled, replica)
         if replica is None:
@@ -283,10 +288,11 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         """This rank's first batch; an error if any rank has none."""
         return agree(lambda: FirstBatch(trainer, self, self.combined_loader), lambda _: {})
 
-    def _first_that_is_right(self, choice: Choice, task: Task) -> SplitReplica | None:
+    def _first_that_is_right(self, choice: Choice, task: Task, trainer: Any) -> SplitReplica | None:
         """A replica for the first plan that passes the check; None if none does. A plan of the user must pass."""
         require_equal_structures(self._plain)  # broadcasts of unlike tensors end the process
         self._refuse_loss_scaling()
+        agree(lambda: _refuse_averaging(trainer.callbacks), lambda _: {})
         follow_rank_zero(self._plain, self._settings.initial_buffers)
         for plan in choice.plans:
             try:
@@ -321,16 +327,15 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         for part in uncompiled.compiled:
             takes_home_values(part)
         if left:
-            rank_zero_info(
-                f"AutoDDL: torch.compile is disabled for {', '.join(map(repr, left))}, because operators in them are "
-                "split"
-            )
+            told = ", ".join(repr(path) if path else "the model" for path in left)
+            rank_zero_info(f"AutoDDL: torch.compile is disabled for {told}, because operators in them are split")
 
     def _refuse_loss_scaling(self) -> None:
         if self._scaler is not None and self._scaler.is_enabled():
             raise PlanError(
                 "precision: a loss scaler could skip a step on some ranks only, because ranks hold different parts "
-                "of the model; allowed with split operators: '32-true', 'bf16-mixed', 'bf16-true', '16-true'"
+                "of the model; allowed with split operators: '32-true', 'bf16-mixed', 'bf16-true', '16-true', and "
+                "'64-true' as plugins=[DoublePrecision()]"
             )
 
     def _clip_by_true_norm(self) -> None:
@@ -352,6 +357,25 @@ def _clipping(plugin: Any, replica: SplitReplica) -> Callable[[Optimizer, float]
     return clip
 
 
+def _refuse_averaging(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in _FRAMEWORKS}
+        if not kinds.isdisjoint(_AVERAGING):
+            raise PlanError(
+                f"callbacks: {type(callback).__name__} averages a copy of the whole model, but each rank holds parts "
+                "of it; remove it, or train data-parallel (strategy='autosync')"
+            )
+
+
+def _read_memory(value: Any) -> float:
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(
+            f"memory: {shown(value)} is not a size above 0: {error}; allowed: None, bytes, or text such as '4GB'"
+        ) from None
+
+
 def _read_given(value: HybridPlanArgument) -> tuple[HybridPlan | SyncPlan | None, str]:
     """The plan, and its name in errors."""
     if value is None or isinstance(value, HybridPlan | SyncPlan):
@@ -359,16 +383,24 @@ def _read_given(value: HybridPlanArgument) -> tuple[HybridPlan | SyncPlan | None
     elif isinstance(value, str | os.PathLike):
         source = os.fspath(value)
         if not is_path(value):
-            builders.find(source)
-            raise PlanError(
-                f"plan: '{source}' is a plan for gradients, not for splitting operators; give a hybrid plan, or use "
-                "AutoSyncStrategy"
-            )
-        found = SyncPlan.load(source) if SyncPlan.is_in(source) else HybridPlan.load(source)
+            known = source in (*builders.names(), *builders.relaxed_names())
+            why = "is a builder's name; AutoSyncStrategy takes these" if known else "is not a file (.yaml, .yml, .json)"
+            raise PlanError(f"plan: '{source}' {why}; {_ALLOWED}")
+        found = _load(source)
     else:
-        raise PlanError(f"plan: expected a HybridPlan or a file of one, got {type(value).__name__}")
+        raise PlanError(f"plan: got {type(value).__name__}; {_ALLOWED}")
     _check_exact(found, source)
     return found, source
+
+
+def _load(path: str) -> HybridPlan | SyncPlan:
+    data = read_data(path, PlanError)
+    if SyncPlan.describes(data):
+        return SyncPlan.load(path)
+    if HybridPlan.describes(data) or not isinstance(data, dict):
+        return HybridPlan.load(path)
+    found = f"{shown(data['format'])} cannot be read" if "format" in data else "missing"
+    raise PlanError(f"{path}: format: {found}; expected '{HybridPlan.FORMAT}' or '{SyncPlan.FORMAT}'")
 
 
 def _check_exact(plan: HybridPlan | SyncPlan | None, source: str) -> None:

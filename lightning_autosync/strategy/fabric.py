@@ -175,6 +175,18 @@ class _AccumulationControl:
         return accumulation(module.replica) if enabled else nullcontext()
 
 
+def refuse_autoddl() -> None:
+    """What ``Fabric(strategy="autoddl")`` calls.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(
+        "strategy: 'autoddl' splits operators under the Trainer only; allowed with Fabric: 'autosync' "
+        "(AutoSyncFabricStrategy), which is data-parallel"
+    )
+
+
 def _unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, FabricModule) else module
 

@@ -37,10 +37,13 @@ _PLACES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "StrategyRegistry",
         {"autosync": ("pytorch", "AutoSyncStrategy"), "autoddl": ("autoddl_pytorch", "AutoDDLStrategy")},
     ),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", {"autosync": ("fabric", "AutoSyncFabricStrategy")}),
+    "lightning.fabric.strategies": (
+        "STRATEGY_REGISTRY",
+        {"autosync": ("fabric", "AutoSyncFabricStrategy"), "autoddl": ("fabric", "refuse_autoddl")},
+    ),
 }
-"""Registries, by the module that holds them: name of the registry, and our module and class by the first word of a
-strategy's name."""
+"""Registries, by the module that holds them: name of the registry, and our module and class (or a function
+that says why there is none) by the first word of a strategy's name."""
 
 
 def register_strategies() -> None:

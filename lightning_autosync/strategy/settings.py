@@ -59,6 +59,7 @@ _LAUNCH = (
     "start_method",
 )
 """Arguments that Lightning's DDPStrategy handles itself."""
+_FOR_AUTODDL = "hybrid plans split operators; use AutoDDLStrategy(plan={plan}) for them, under the Trainer"
 _RELAXED_ONLY = ("heartbeat", "stall")
 """Arguments that have an effect only under plans without a schedule."""
 _REFUSED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
@@ -234,12 +235,14 @@ def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
         return value, "plan"
     if isinstance(value, PlanOfFile):
         return value.plan, value.source
+    if isinstance(value, HybridPlan):
+        raise PlanError(f"plan: {_FOR_AUTODDL.format(plan='...')}")
     if not isinstance(value, str | os.PathLike):
         raise PlanError(f"plan: expected a SyncPlan, a file or a builder's name, got {type(value).__name__}")
     text = os.fspath(value)
     if is_path(value):
         if HybridPlan.is_in(text):
-            raise PlanError(f"{text}: hybrid plans split operators; use AutoDDLStrategy(plan={text!r}) for them")
+            raise PlanError(f"{text}: {_FOR_AUTODDL.format(plan=repr(text))}")
         return SyncPlan.load(text), text
     builders.find(text)
     return text, f"builder '{text}'"

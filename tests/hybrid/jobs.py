@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -247,11 +248,14 @@ def wide_plan(**changes: Any) -> HybridPlan:
 
 
 def compiled(part: str) -> dict[str, Any]:
-    """A part under torch.compile."""
-    found = told(Wide(compiled=part), AutoDDLStrategy(plan=wide_plan()))
+    """A part, or the whole module, under torch.compile."""
+    job = Wide(compiled=part)
+    if not part:
+        job.compile(backend="aot_eager")
+    found = told(job, AutoDDLStrategy(plan=wide_plan()))
     return {
         "lines": found["lines"],
-        "kept": isinstance(getattr(found["trainer"].lightning_module, part), OptimizedModule),
+        "kept": isinstance(getattr(job, part), OptimizedModule) if part else job._compiled_call_impl is not None,
     }
 
 
@@ -273,6 +277,16 @@ def narrow(precision: str) -> list[float]:
         make_trainer(strategy, precision=precision).fit(job)
         found += [losses[-1], losses[-4]]
     return found
+
+
+def doubled() -> dict[str, float]:
+    """How far a split model in double precision ends from DDP's, and its precision."""
+    theirs, ours = Wide(), Wide()
+    ours.load_state_dict(theirs.state_dict())
+    make_trainer(DDPStrategy(), precision="64-true").fit(theirs)
+    plugins = [TorchElasticEnvironment(), DoublePrecision()]
+    make_trainer(AutoDDLStrategy(plan=wide_plan()), plugins=plugins).fit(ours)
+    return {"distance": distance(theirs, ours), "bits": 8 * ours.up.weight.itemsize}
 
 
 class Noisy(Wide):
@@ -504,6 +518,9 @@ _REFUSED: dict[str, Any] = {
     "buffer size": lambda: _fit(_with_buffer(torch.zeros(1000 * (1 + dist.get_rank()))), wide_plan()),
     "buffer dtype": lambda: _fit(_with_buffer(torch.zeros(8).to(_FLOATS[dist.get_rank()])), wide_plan()),
     "scaler": lambda: _fit(Wide(), wide_plan(), plugins=_scaled()),
+    "averaging": lambda: _fit(Wide(), wide_plan(), callbacks=[StochasticWeightAveraging(1e-3)]),
+    "moving average": lambda: _fit(Wide(), wide_plan(), callbacks=[_Moving()]),
+    "averaging on one rank": lambda: _fit(Wide(), wide_plan(), callbacks=[_Moving()] if dist.get_rank() else []),
     "compressed file": lambda: AutoDDLStrategy(plan=_saved(_compressed())),
     "relaxed file": lambda: AutoDDLStrategy(plan=_saved(_sync_plan("periodic"))),
     "served file": lambda: AutoDDLStrategy(plan=_saved(_served())),
@@ -535,6 +552,21 @@ def _all_dp() -> tuple[LayerPlan, ...]:
 def _compressed() -> SyncPlan:
     cluster = ClusterSpec.uniform(dist.get_world_size())
     return builders.all_reduce(describe(Wide()), cluster, compressor="bf16")
+
+
+class _Moving(WeightAveraging):
+    """A user's own kind of weight averaging."""
+
+
+def averaged() -> float:
+    """How far weights that data parallelism of this strategy averages are from DDP's."""
+    found = []
+    for strategy in (DDPStrategy(), AutoDDLStrategy()):
+        seed_everything(3)
+        job = Wide()
+        make_trainer(strategy, max_epochs=2, callbacks=[_Moving()]).fit(job)
+        found.append(job)
+    return distance(*found)
 
 
 def all_data_parallel() -> dict[str, Any]:

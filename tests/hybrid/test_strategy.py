@@ -72,6 +72,12 @@ def test_the_step_before_training_has_the_precision_of_training(pair: SharedPool
         assert found["dtypes"] == ["torch.bfloat16"]
 
 
+def test_double_precision(pair: SharedPool) -> None:
+    for found in pair.run(jobs.doubled):
+        assert found["distance"] < 1e-12
+        assert found["bits"] == 64
+
+
 def test_validation_and_prediction(pair: SharedPool) -> None:
     for found in pair.run(jobs.predictions):
         assert found["during"] == pytest.approx(found["after"], abs=1e-9)
@@ -148,12 +154,12 @@ def test_an_unknown_layer_is_data_parallel(pair: SharedPool) -> None:
     assert any("middle" in line and "GRU" in line for line in found["lines"][1:])
 
 
-@pytest.mark.parametrize("part", ["up", "head"])
+@pytest.mark.parametrize("part", ["up", "head", ""])
 def test_compiled_parts(pair: SharedPool, part: str) -> None:
     found = pair.run(jobs.compiled, part=part)[0]
-    splits = part == "up"
+    splits, name = part != "head", repr(part) if part else "the model"
     assert found["kept"] != splits
-    assert any("torch.compile is disabled for 'up'" in line for line in found["lines"]) == splits
+    assert any(f"torch.compile is disabled for {name}," in line for line in found["lines"]) == splits
 
 
 @pytest.mark.parametrize(
@@ -164,8 +170,8 @@ def test_compiled_parts(pair: SharedPool, part: str) -> None:
         ("mesh", "PlanError: plan: mesh: 3 is 3 ranks, but the job has 2"),
         ("model", "PlanError: plan: workload: it was made for another model"),
         ("module", "the model has no module 'up'"),
-        ("relaxed", "PlanError: plan: 'partial_reduce' is a plan for gradients"),
-        ("synchronous", "PlanError: plan: 'all_reduce' is a plan for gradients"),
+        ("relaxed", "PlanError: plan: 'partial_reduce' is a builder's name; AutoSyncStrategy takes these; allowed:"),
+        ("synchronous", "PlanError: plan: 'all_reduce' is a builder's name; AutoSyncStrategy takes these; allowed:"),
         ("compressed", "gradients: semantics are 'compressed'"),
         ("batches", "ExchangeError: batch: its tensors have shapes [[6, 64], [6]] on rank 1"),
         ("manual", "WorkloadError: the model uses manual optimization"),
@@ -173,6 +179,9 @@ def test_compiled_parts(pair: SharedPool, part: str) -> None:
         ("memory", "PlanError: memory: no plan fits into"),
         ("cluster", "ClusterError: cluster 'uniform': it has 7 ranks, but the job has 2"),
         ("scaler", "PlanError: precision:"),
+        ("averaging", "PlanError: callbacks: StochasticWeightAveraging averages a copy of the whole model"),
+        ("moving average", "PlanError: callbacks: _Moving averages a copy of the whole model"),
+        ("averaging on one rank", "PlanError: on rank 1 only: callbacks: _Moving averages a copy"),
         ("other plan", "PlanError: plan: rank 1 has "),
         ("other memory", "PlanError: memory: rank 1 has 2000000000 bytes, but rank 0 has 1000000000 bytes"),
         ("other cluster", "PlanError: cluster: rank 1 has "),
@@ -190,6 +199,10 @@ def test_compiled_parts(pair: SharedPool, part: str) -> None:
 )
 def test_refused(pair: SharedPool, case: str, told: str) -> None:
     assert all(told in found for found in pair.run(jobs.refused, case=case))
+
+
+def test_data_parallelism_may_average_weights(pair: SharedPool) -> None:
+    assert max(pair.run(jobs.averaged)) < 1e-6
 
 
 def test_a_refused_plan_is_undone(pair: SharedPool) -> None:

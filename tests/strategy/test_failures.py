@@ -81,8 +81,30 @@ def test_a_strategy_can_be_copied_before_launch(tmp_path) -> None:
 def test_a_hybrid_plan_is_for_another_strategy(tmp_path: Path) -> None:
     path = tmp_path / "split.yaml"
     HybridPlan(mesh=(2,), layers=(LayerPlan(module="up", signature=("col",)),)).save(path)
-    with pytest.raises(PlanError, match=r"split\.yaml: hybrid plans .* AutoDDLStrategy\(plan="):
+    with pytest.raises(PlanError, match=r"split\.yaml: hybrid plans .* AutoDDLStrategy\(plan=.*, under the Trainer"):
         AutoSyncStrategy(plan=path)
+    with pytest.raises(PlanError, match=r"plan: hybrid plans .* AutoDDLStrategy\(plan=.*, under the Trainer"):
+        AutoSyncStrategy(plan=HybridPlan.load(path))
+
+
+def test_autoddl_says_which_plans_it_takes(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    ClusterSpec.uniform(2).save(path)
+    both = r"expected 'autosync-hybrid/1' or 'autosync-plan/1'"
+    with pytest.raises(PlanError, match=rf"cluster\.yaml: format: 'autosync-cluster/1' cannot be read; {both}"):
+        AutoDDLStrategy(plan=path)
+    path.write_text("mesh: [2]\n")
+    with pytest.raises(PlanError, match=rf"cluster\.yaml: format: missing; {both}"):
+        AutoDDLStrategy(plan=path)
+    for wrong, told in ((3, "got int"), ("byte_ps", r"'byte_ps' is not a file \(.yaml, .yml, .json\)")):
+        with pytest.raises(PlanError, match=rf"plan: {told}; allowed: a HybridPlan, an exact SyncPlan .*, or the file"):
+            AutoDDLStrategy(plan=wrong)
+
+
+@pytest.mark.parametrize("memory", ["lots", 0, "-4GB", True, "4 Gb"])
+def test_autoddl_names_a_wrong_memory(memory: object) -> None:
+    with pytest.raises(ValueError, match=f"^memory: {memory!r} is not a size above 0: .*; allowed: None, bytes, or "):
+        AutoDDLStrategy(memory=memory)
 
 
 @pytest.mark.parametrize("strategy", [AutoSyncStrategy, AutoSyncFabricStrategy, AutoDDLStrategy])

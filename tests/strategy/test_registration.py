@@ -9,7 +9,9 @@ import sys
 import textwrap
 
 import pytest
+from lightning.fabric import Fabric
 
+from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.registration import STRATEGIES
 
 CHECK = """
@@ -21,7 +23,7 @@ strategy = StrategyRegistry.get("autosync_ps")
 assert isinstance(strategy, lightning_autosync.AutoSyncStrategy), strategy
 assert isinstance(STRATEGY_REGISTRY.get("autosync"), lightning_autosync.AutoSyncFabricStrategy)
 assert set(names) <= set(StrategyRegistry)
-assert set(names) - {{"autoddl"}} <= set(STRATEGY_REGISTRY)
+assert set(names) <= set(STRATEGY_REGISTRY)
 assert isinstance(StrategyRegistry.get("autoddl"), lightning_autosync.AutoDDLStrategy)
 """
 LIGHTNING_FIRST = """
@@ -68,6 +70,11 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         "public = {'AutoSyncStrategy', 'SyncPlan', 'ClusterSpec', 'builders', 'Workload'}\n"
         "assert public <= set(dir(lightning_autosync))\n"
     )
+
+
+def test_fabric_is_told_that_operators_are_split_under_the_trainer_only() -> None:
+    with pytest.raises(PlanError, match="strategy: 'autoddl' splits operators under the Trainer only; allowed with Fa"):
+        Fabric(accelerator="cpu", devices=2, strategy="autoddl")
 
 
 @pytest.mark.parametrize("framework", ["lightning.pytorch", "pytorch_lightning"])

@@ -295,10 +295,8 @@ class HybridTuningRun:
         )
         trial.set_user_attr(TRIAL, record.model_dump_json())
         told = "-" if record.seconds is None else f"{1e3 * record.seconds:.1f} ms"
-        said = "-" if record.predicted is None else f"{1e3 * record.predicted:.1f} ms"
-        _log.info(
-            "%s: %s %s, predicted %s%s", entry.name, record.state, told, said, f" ({record.why})" if record.why else ""
-        )
+        said = "" if record.predicted is None else f", predicted {1e3 * record.predicted:.1f} ms"
+        _log.info("%s: %s %s%s%s", entry.name, record.state, told, said, f" ({record.why})" if record.why else "")
         if record.state == "complete":
             study.tell(trial, record.seconds)
         elif record.state == "pruned" and record.seconds is not None:

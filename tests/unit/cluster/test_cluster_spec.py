@@ -43,9 +43,9 @@ MALFORMED: list[tuple[Any, str]] = [
     ({key: PAIR[key] for key in ("format", "nodes", "links")}, "name: missing"),
     (HEAD, "nodes: missing"),
     ({**HEAD, "nodes": []}, "nodes: Tuple should have at least 1 item"),
-    ({**PAIR, "racs": 2}, "racs: unknown field"),
-    ({**HEAD, "stars": ["1 Gbit/s"]}, "stars: unknown field (and 1 more)"),
-    ({**HEAD, "nodes": [{"name": "a", "gpus": 2}]}, "nodes[0].gpus: unknown field"),
+    ({**PAIR, "racs": 2}, "racs: unknown field; did you mean 'racks'?"),
+    ({**HEAD, "stars": ["1 Gbit/s"]}, "stars: unknown field; did you mean 'star'? (and 'nodes' is missing)"),
+    ({**HEAD, "nodes": [{"name": "a", "gpus": 2}]}, "nodes[0].gpus: unknown field; allowed: name, address, "),
     ({**HEAD, "nodes": [{"name": "a b"}]}, "nodes[0].name: String should match"),
     ({**HEAD, "nodes": [{"name": "a", "devices": 0}]}, "nodes[0].devices: Input should be greater than 0"),
     (
@@ -79,7 +79,7 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**HEAD, "uniform": 4}, "uniform: expected a mapping of fields, got int"),
     ({**HEAD, "uniform": {"nodes": True}}, "uniform.nodes: Input should be a valid integer (got True)"),
     ({**HEAD, "uniform": {"nodes": 0}}, "uniform.nodes: Input should be greater than 0"),
-    ({**HEAD, "uniform": {"nodes": 2, "rate": 1}}, "uniform.rate: unknown field"),
+    ({**HEAD, "uniform": {"nodes": 2, "rate": 1}}, "uniform.rate: unknown field; allowed: devices, latency, "),
     ({**HEAD, "star": {"bandwidths": []}}, "star.bandwidths: Tuple should have at least 1 item"),
     ({**HEAD, "star": {"bandwidths": [1, "2 Gbits"]}}, "star.bandwidths[1]: unknown unit 'Gbits'"),
     (

@@ -108,7 +108,7 @@ LINES = {
     "nodes:\n- name: a\n- name: b\n  devices: 0\n": "nodes[1].devices: Input should be greater than 0 (got 0) (line 6)",
     "nodes:\n- devices: 1\n": "nodes[0].name: missing (line 4)",
     "switches: [s,\n  t,\n  s s]\nnodes: [{name: a}]\n": "switches[2]: String should match pattern",
-    "\n# of mine\nuniform:\n  rate: 1\n  nodes: 2\n": "uniform.rate: unknown field (line 6)",
+    "\n# of mine\nuniform:\n  rate: 1\n  nodes: 2\n": "uniform.rate: unknown field; allowed: devices, latency, nodes, ",
     "nodes: [{name: a}]\nlinks: []\nrank_order: [b]\n": "rank_order[0]: 'b' is not a node; allowed: a (line 5)",
     "switches: []\n": "nodes: missing",
 }

@@ -99,6 +99,23 @@ def _plan(**fields: Any) -> dict[str, Any]:
         ({"gradients": "ring"}, "gradients: 'ring' is not a builder of synchronous plans"),
         ({"gradients": "partial_reduce"}, "gradients: 'partial_reduce' is not a builder of synchronous plans"),
         ({"remarks": "none"}, "remarks: unknown field"),
+        ({"laiers": []}, "laiers: unknown field; did you mean 'layers'?"),
+        (
+            {"layers": [{"module": "0", "signatur": ["dp", "dp"]}]},
+            "layers[0].signatur: unknown field; did you mean 'signature'? (line",
+        ),
+        (
+            {"layers": [{"module": "0", "split": ["dp", "dp"]}]},
+            "layers[0].split: unknown field; allowed: module, signature, output, parts, batch_axis (and 'signature'",
+        ),
+        (
+            {"gradients": {"world_siz": 2}},
+            "gradients.world_siz: unknown field; did you mean 'world_size'? (and 'groups' is missing)",
+        ),
+        ({"gradients": 3}, "gradients: expected a builder's name or a plan for gradients (got 3)"),
+        ({"gradients": {"world_size": 2, "bucket": 1}}, "gradients.bucket: unknown field"),
+        ({"gradients": {"world_size": 2, "groups": [{"name": 3}]}}, "gradients.groups[0].name: "),
+        ({"gradients": {"format": "autosync-plan/9"}}, "gradients: its format is 'autosync-plan/9'; expected 'autosy"),
     ],
 )
 def test_errors_name_file_and_field(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
@@ -114,6 +131,8 @@ def test_an_inner_plan_is_for_the_replicas() -> None:
     plan = builders.all_reduce(describe(nn.Linear(4, 4)), ClusterSpec.uniform(2))
     layer = LayerPlan(module="0", signature=("dp", "col"))
     assert HybridPlan(mesh=(2, 2), layers=(layer,), gradients=plan).gradients == plan
+    whole = HybridPlan(mesh=(2, 2), layers=(layer,), gradients=plan).to_dict()
+    assert HybridPlan.from_dict({**whole, "gradients": plan.to_dict()}) == HybridPlan.from_dict(whole)
     with pytest.raises(ValueError, match=r"gradients.world_size: it is 2, but layers have 4 replicas"):
         HybridPlan(mesh=(2, 2), layers=(LayerPlan(module="0", signature=("dp", "dp")),), gradients=plan)
     relaxed = builders.partial_reduce(describe(nn.Linear(4, 4)), ClusterSpec.uniform(2))
@@ -140,7 +159,7 @@ def _layers(model: nn.Module, **signatures: tuple[str, ...]) -> tuple[LayerPlan,
             "layers[0] ('0'): signature: Linear has no signature 'heads'; allowed: dp, rep",
         ),
         ({"layers": ("1", ("col",))}, "layers[0] ('1'): signature: ReLU has no signature 'col'"),
-        ({"layers": ("0", ("dp",))}, "layers: the parameter '2.weight' and 3 more belongs to no layer"),
+        ({"layers": ("0", ("dp",))}, "layers: '2.weight' and 3 other parameters belong to no layer"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
