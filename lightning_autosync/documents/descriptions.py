@@ -44,7 +44,7 @@ def describe_validation_error(error: ValidationError, data: Any = None, kind: An
 
 def _is_missing_beside(problem: Any, unknown: Any) -> bool:
     """Whether a problem is a missing field of the object that has an unknown one."""
-    return problem["type"] == "missing" and problem["loc"][:-1] == unknown["loc"][:-1]
+    return bool(problem["type"] == "missing" and problem["loc"][:-1] == unknown["loc"][:-1])
 
 
 def _unknown_field(location: tuple[int | str, ...], lacking: Sequence[str], kind: Any) -> tuple[str, str]:
