@@ -370,8 +370,8 @@ class ExactReplica(Replica):
         found = find_links(None, *self._shape, tuning.probe, self._settings.timeout)
         changes = [] if found.fault else changed_links(self._links.cluster, found.cluster)
         rank_zero_info(
-            f"AutoSync: links were measured again, because {reason}; "
-            + ("; ".join(changes) or found.fault or "they have not changed")
+            f"AutoSync: links were measured again, because {reason}. "
+            + (" ".join(changes) or found.fault or "They have not changed.")
         )
         if changes:
             self._links, self._changes = found, self._changes + 1

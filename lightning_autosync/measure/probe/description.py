@@ -12,7 +12,7 @@ FAR = 0.25
 """Relative difference between a described and a measured rate from which on it is told."""
 
 
-def check_cluster(described: ClusterSpec, seen: ClusterSpec) -> list[str]:
+def check_cluster(described: ClusterSpec, seen: ClusterSpec, earlier: str = "by the description") -> list[str]:
     """Sentences on the nodes and racks of a description that differ from what was seen; none if it fits.
 
     Links need not be the same. What counts is the rate at which each node sends to all others and receives from them,
@@ -21,6 +21,7 @@ def check_cluster(described: ClusterSpec, seen: ClusterSpec) -> list[str]:
     Args:
         described: the description. Rates are compared only where both clusters have them.
         seen: the cluster of a `JobSurvey`.
+        earlier: what a rate of ``described`` is, in sentences: "..., but 1 Gbit/s by the description."
     """
     if described.world_size != seen.world_size:
         return [f"The description has {described.world_size} ranks, but the job has {seen.world_size}."]
@@ -32,7 +33,7 @@ def check_cluster(described: ClusterSpec, seen: ClusterSpec) -> list[str]:
     for traffic in _traffic(described, seen):
         expected, found = (sum(cluster.rates(traffic.flows)) for cluster in (one, other))
         if abs(found / expected - 1) > FAR:
-            faults.append(f"{traffic.words} {_rate(found)}, but {_rate(expected)} by the description.")
+            faults.append(f"{traffic.words} {_rate(found)}, but {_rate(expected)} {earlier}.")
     return faults
 
 

@@ -83,7 +83,7 @@ def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: flo
 
 def changed_links(before: ClusterSpec, now: ClusterSpec) -> list[str]:
     """The changes between two measurements of the same job, in words; empty if there are none."""
-    return check_cluster(before, now)
+    return check_cluster(before, now, "before")
 
 
 def propose(
