@@ -76,6 +76,7 @@ class ExactReplica(Replica):
         self._preparation: Preparation | None = None
         self._tuner: LiveTuner | None = None
         self._changes = 0
+        self._schedules: list[Schedule] = []
         self._trials: list[TrialReport] = []
         self._tuned = "off"
         self._resolution = self._resolve()
@@ -419,6 +420,8 @@ class ExactReplica(Replica):
         if found.alternatives and self._group is None:
             assert self._settings.tuning is not None
             assert self._preparation is not None
+            # Compiled now, so that no step has to wait for it.
+            self._schedules = [compile_plan(each.plan, found.workload, found.cluster) for each in found.alternatives]
             self._tuner = LiveTuner(
                 found.alternatives,
                 engine,
@@ -446,8 +449,7 @@ class ExactReplica(Replica):
 
     def _open_alternative(self, index: int) -> Engine:
         """An engine for one of the plans that may be tried; collective."""
-        found = self._resolution
-        return self._open(compile_plan(found.alternatives[index].plan, found.workload, found.cluster))
+        return self._open(self._schedules[index])
 
     def _use(self, index: int, engine: Engine) -> None:
         """Let the engine of one of the plans synchronize the following passes."""
