@@ -18,7 +18,7 @@ class JobSurvey:
 
     Attributes:
         cluster: nodes with their ranks and addresses. Its links have rates and latencies unless there is a ``fault``.
-            Rates within a node are not measured.
+            A link that all other nodes together cannot fill has their rate. Rates within a node are not measured.
         seconds: seconds of the survey.
         machines: number of distinct machines (kernels).
         fault: why there are no rates; None if there are, or if all ranks share a node.
