@@ -71,7 +71,12 @@ class AgreedTimes:
         self._under_way: deque[tuple[torch.Tensor, dist.Work]] = deque()
 
     def share(self, own: PassTimes, choice: int = 0) -> None:
-        """Start to agree on times, the largest of all ranks, and on a number that says what is to come; collective."""
+        """Start an exchange of times and of the next choice; collective.
+
+        Args:
+            own: the times on this rank; `take` returns the largest of all ranks.
+            choice: number of what this rank has chosen; `take` raises if ranks have chosen differently.
+        """
         # The largest of negated numbers is the negated least, so one all-reduce does for both.
         numbers = torch.tensor([own.whole, own.unusual, own.compute, choice, -choice], dtype=torch.float64)
         work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)

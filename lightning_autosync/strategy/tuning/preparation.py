@@ -29,7 +29,7 @@ from lightning_autosync.workload import Workload
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is known before the first step.
+    """Links and plans of a job, found before its first step.
 
     Attributes:
         links: hosts and links of the job.

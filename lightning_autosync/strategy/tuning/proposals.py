@@ -27,7 +27,7 @@ from lightning_autosync.workload import Workload
 
 @dataclass(frozen=True)
 class JobLinks:
-    """What is known about the links of a job.
+    """Hosts and links of a job.
 
     Attributes:
         cluster: hosts and links; without rates if they are unknown.

@@ -37,7 +37,7 @@ class TuningReport:
     Attributes:
         plan: fingerprint of the plan in use.
         reason: why it was chosen before the first step.
-        links: what is known about links, and how; empty if they were not needed.
+        links: number of hosts, and how their links are known; empty if links were not needed.
         candidates: names of the plans that could be tried, with their predicted seconds.
         trials: comparisons so far.
         tuning: state of the tuning in words.
