@@ -32,7 +32,7 @@ DDP_SECONDS = 0.4
 
 def configuration(**search: Any) -> dict[str, Any]:
     given = {"sampler": "random", "budget": 16, "batch": 3, **search}
-    return {"model": MODEL, "cluster": CLUSTER.to_dict(), "search": given}
+    return {"model": MODEL, "cluster": CLUSTER.to_dict(), "search": given, "prediction_seconds": 0}
 
 
 def settings(**search: Any) -> TuningSettings:

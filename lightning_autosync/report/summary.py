@@ -10,7 +10,7 @@ from lightning_autosync.documents import counted
 from lightning_autosync.measure.step_time import CONFIDENCE, Interval
 from lightning_autosync.report.rendering import milliseconds
 from lightning_autosync.report.tuning_run import TuningRun
-from lightning_autosync.search.tuning.comparison import MIN_ROUNDS, FinalComparison
+from lightning_autosync.search.tuning.comparison import MIN_ROUNDS, PREDICTED, FinalComparison
 
 
 def summary_row(run: TuningRun) -> dict[str, Any]:
@@ -65,8 +65,7 @@ def _result(run: TuningRun) -> Iterator[str]:
     if best is None:
         yield "No trial completed, so there is no plan."
         return
-    source = f"builder {best.builder}" if best.builder else f"trial {best.number} ({best.origin})"
-    yield f"The best plan, of {source}, takes {milliseconds(run.best_seconds)} a step."
+    yield f"The best plan ({best.source}) takes {milliseconds(run.best_seconds)} a step."
     if final is None:
         yield "It was not measured side by side with its opponents, so this run gives no speedup."
         yield from _loose_times(run)
@@ -80,7 +79,9 @@ def _claims(final: FinalComparison) -> Iterator[str]:
     claims = [f"{faster(final.speedup(final.ddp))} the best-tuned DDP ({final.ddp})"]
     if final.builder is not None and final.builder != final.winner:
         claims.append(f"{faster(final.speedup(final.builder))} the best hand-made builder ({final.builder})")
-    yield f"In interleaved rounds it was {' and '.join(claims)}."
+    if PREDICTED in final.contenders and final.winner != PREDICTED:
+        claims.append(f"{faster(final.speedup(PREDICTED))} the plan found by prediction alone")
+    yield f"In interleaved rounds it was {', and '.join(claims)}."
     if not final.has_enough_rounds:
         yield f"{final.rounds} rounds are too few to be sure: use rounds={MIN_ROUNDS} or more."
     if final.builder == final.winner:

@@ -35,6 +35,8 @@ from lightning_autosync.search.tuning.records import LENIENT
 AnyPlan = SyncPlan | HybridPlan
 MIN_ROUNDS = 5
 """Least number of judging rounds for a claim. Four rounds all fall on one side by chance too often."""
+PREDICTED = "predicted"
+"""Name of the plan that was found by prediction alone."""
 _log = logging.getLogger(__name__)
 
 

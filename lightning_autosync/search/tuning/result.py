@@ -22,7 +22,7 @@ from lightning_autosync.documents import (
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
 from lightning_autosync.search.trial_attributes import BASELINE, BUILT
-from lightning_autosync.search.tuning.comparison import FinalComparison
+from lightning_autosync.search.tuning.comparison import PREDICTED, FinalComparison
 from lightning_autosync.search.tuning.records import LENIENT, TrialRecord
 
 
@@ -70,6 +70,13 @@ class Best(Record):
     seconds: PositiveDuration
     builder: str | None = None
     plan: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        """Where the plan comes from, in words."""
+        if self.builder is not None:
+            return f"builder {self.builder}"
+        return "found by prediction alone" if self.number is None else f"trial {self.number}, {self.origin}"
 
 
 class StudyAddress(Record):
@@ -179,8 +186,7 @@ class TuningResult(Result):
         if self.best is None:
             yield "no trial completed"
         else:
-            where = f"builder {self.best.builder}" if self.best.builder else f"trial {self.best.number}"
-            yield f"best plan: {where} ({self.best.origin}), {1e3 * self.best.seconds:.2f} ms a step"
+            yield f"best plan ({self.best.source}): {1e3 * self.best.seconds:.2f} ms a step"
             if self.comparison is None:
                 yield "it was not compared with its opponents side by side; run the same command to resume"
             else:
@@ -203,14 +209,16 @@ class TuningResult(Result):
 
 def _claims(final: FinalComparison) -> Iterator[str]:
     """Lines that compare the winner with its opponents. A gain is claimed only if the interval shows it."""
-    for what, name in (("best DDP", final.ddp), ("best builder", final.builder)):
+    predicted = PREDICTED if PREDICTED in final.contenders else None
+    named = {f"best DDP, {final.ddp}": final.ddp, f"best builder, {final.builder}": final.builder}
+    for what, name in {**named, "plan found by prediction alone": predicted}.items():
         if name is None or name == final.winner:
             continue
         speedup = final.speedup(name)
         share = f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
         few = "" if final.has_enough_rounds else ", too few rounds to be sure"
         claim = "" if final.gains(name) else ", not a gain"
-        yield f"speedup over the {what}, {name}: {share}{few or claim}"
+        yield f"speedup over the {what}: {share}{few or claim}"
     if final.winner == final.builder:
         yield "no searched plan was faster than this builder's in the rounds that choose the winner"
     for name, why in final.left_out.items():

@@ -20,11 +20,13 @@ from lightning_autosync.measure.session import MeasurementSession, reason
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.replay import Constants
 from lightning_autosync.search import studies
 from lightning_autosync.search.passwords import without_passwords_in
+from lightning_autosync.search.selection import rank_plans
 from lightning_autosync.search.storages import StorageError, StudyError
 from lightning_autosync.search.trial_attributes import BASELINE
-from lightning_autosync.search.tuning.comparison import FinalComparison, compare
+from lightning_autosync.search.tuning.comparison import PREDICTED, FinalComparison, compare
 from lightning_autosync.search.tuning.job import PriorKnowledge, TuningJob
 from lightning_autosync.search.tuning.opponents import Opponents, builder_plans, settle_reference
 from lightning_autosync.search.tuning.records import TrialRecord, correction_of, drift_of, ranked
@@ -217,6 +219,9 @@ class TuningRun:
         fastest = [record for record, _ in ranked(records, trials.own) if record.plan not in known]
         for record in fastest[: self._settings.finalists]:
             plans[record.builder or f"trial_{record.number}"] = trials.plan_of(record.number)
+        predicted = predicted_plan(self._job, self._prior.constants, self._settings.prediction_seconds)
+        if predicted is not None and all(plan.fingerprint != predicted.fingerprint for plan in plans.values()):
+            plans[PREDICTED] = predicted
         if not plans:
             last = (records[-1].error or "unknown") if records else "none"
             raise TuningError(f"none of {len(records)} trials completed; last error: {last}")
@@ -260,7 +265,30 @@ class TuningRun:
         for record, _ in ranked(records, trials.own, states=("complete", "pruned")):
             if record.plan == plan.fingerprint:
                 return _best_of(record, comparison.seconds, plan)
-        return Best(origin="baseline", seconds=comparison.seconds, builder=comparison.winner, plan=plan.to_dict())
+        predicted = comparison.winner == PREDICTED
+        return Best(
+            origin=PREDICTED if predicted else BASELINE,
+            seconds=comparison.seconds,
+            builder=None if predicted else comparison.winner,
+            plan=plan.to_dict(),
+        )
+
+
+def predicted_plan(job: TuningJob, constants: Constants, seconds: float) -> SyncPlan | None:
+    """The exact plan that is predicted to be the fastest, found without a trial.
+
+    Args:
+        job: job to tune.
+        constants: constants of the hosts.
+        seconds: maximum seconds of the search.
+
+    Returns:
+        The plan; None if ``seconds`` is 0 or the rates of the links are unknown.
+    """
+    if not seconds or not job.cluster.measured:
+        return None
+    _log.info("searching by prediction alone, for at most %g seconds", seconds)
+    return rank_plans(job.workload, job.cluster, constants=constants, seconds=seconds)[0].plan
 
 
 def _corrected(record: TrialRecord, correction: DriftCorrection, own: str | None) -> TrialRecord:

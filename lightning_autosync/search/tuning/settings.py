@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.documents import Configuration, Count, Index, Record
 from lightning_autosync.learned.registry import SimulatorSettings
@@ -86,6 +86,8 @@ class TuningSettings(bench.BenchSettings):
         rounds: number of rounds of the final comparison that judge the winner. The same number before them chooses it.
         semantics: highest level of semantics that plans may have.
         finalists: number of the study's plans in the final comparison, beside the best builder and the best DDP.
+        prediction_seconds: seconds to search by prediction alone, as a job does that is not tuned before it starts. The
+            plan that is found so takes part in the final comparison. 0 leaves it out.
         search: how plans are proposed.
         trial: how long each plan is measured.
         study: address of the study.
@@ -103,6 +105,7 @@ class TuningSettings(bench.BenchSettings):
     within_job: bool = False
     semantics: Literal["exact", "compressed"] = "exact"
     finalists: PositiveInt = 3
+    prediction_seconds: NonNegativeFloat = 5.0
     search: SearchSettings = SearchSettings()
     trial: TrialSettings = TrialSettings()
     study: StudySettings = StudySettings()
@@ -148,8 +151,9 @@ class TuningSettings(bench.BenchSettings):
     @model_validator(mode="after")
     def _check_names(self) -> TuningSettings:
         """Names of contenders must differ from names of finalists, which are those of builders or trials."""
+        taken = (*builders.names(), "megatron", "predicted")
         for name in self.contenders:
-            if name in (*builders.names(), "megatron") or re.fullmatch(r"trial_\d+|split_[0-9a-f]{6}", name):
+            if name in taken or re.fullmatch(r"trial_\d+|split_[0-9a-f]{6}", name):
                 raise ValueError(f"contenders: '{name}' is reserved for finalists; choose another name")
         return self
 

@@ -142,7 +142,7 @@ def test_the_summary_has_the_ratios_of_the_last_comparison(changed: Changed) -> 
     directory = changed(win)
     said = words(directory)
     over_ddp, over_builder = paired_ratio([0.40, 0.42, 0.41], [0.20, 0.22, 0.21]), "1.10 times"
-    assert "The best plan, of trial 33 (evolved), takes 210 ms a step." in said
+    assert "The best plan (trial 33, evolved) takes 210 ms a step." in said
     assert f"1.95 times as fast (95% interval {over_ddp.low:.2f} to {over_ddp.high:.2f}) as the best-tuned DDP" in said
     assert f"as fast within noise ({over_builder}" in said
     assert "Links were emulated on one machine and computation was paced" in said
@@ -210,7 +210,7 @@ def test_a_builder_that_wins_is_told(changed: Changed) -> None:
         data["best"] |= {"number": None, "origin": "baseline", "builder": builder}
 
     said = words(changed(lose))
-    assert re.search(r"The best plan, of builder \w+, takes", said)
+    assert re.search(r"The best plan \(builder \w+\) takes", said)
     assert "In the rounds that choose the winner, no searched plan was faster than this builder's." in said
     assert "best hand-made builder" not in said
 

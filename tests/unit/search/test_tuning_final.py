@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tuning_world import World, configuration, result_of
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import TuningError
 from lightning_autosync.measure.bench.preparation import Preparation
 from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
@@ -18,11 +20,13 @@ from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.session import ContenderError
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build
+from lightning_autosync.replay import Constants
 from lightning_autosync.search.tuning import comparison
 from lightning_autosync.search.tuning.comparison import FinalComparison, announcement, compare, judged
 from lightning_autosync.search.tuning.job import TuningJob
+from lightning_autosync.search.tuning.opponents import builder_plans
 from lightning_autosync.search.tuning.result import Best, Opponent, OpponentRecords, Timing
-from lightning_autosync.search.tuning.run import TuningRun
+from lightning_autosync.search.tuning.run import TuningRun, predicted_plan
 from lightning_autosync.search.tuning.settings import TuningSettings
 
 TIMES = {
@@ -44,11 +48,11 @@ def played(job: TuningJob, settings: BenchSettings, times: Mapping[str, Sequence
 
 def final_of(times: Mapping[str, tuple[list[float], list[float]]]) -> tuple[TuningJob, dict[str, Any]]:
     world = World()
-    contenders = {name: {"plan": "x.yaml"} for name in ("ps", "lucky", "steady")}
+    contenders = {name: {"plan": "x.yaml"} for name in times if not name.startswith("ddp")}
     rounds = len(times["ddp"][0])
     settings = BenchSettings.parse(
         {
-            **{name: value for name, value in configuration().items() if name != "search"},
+            **{name: value for name, value in configuration().items() if name in ("model", "cluster")},
             "ddp": {"gradient_as_bucket_view": [False]},
             "contenders": {"ddp_view": {"ddp": {"gradient_as_bucket_view": True}}, **contenders},
             "rounds": 2 * rounds,
@@ -97,7 +101,7 @@ def test_of_several_builders_the_one_that_wins_where_it_is_chosen_is_the_best():
     world = World()
     times = {"ddp": [3.0] * 4, "ps": [1.2] * 4, "byteps": [1.1, 1.1, 1.4, 1.4], "trial_7": [1.15, 1.15, 1.0, 1.0]}
     contenders = {name: {"plan": "x.yaml"} for name in times if name != "ddp"}
-    asked = {name: value for name, value in configuration().items() if name != "search"}
+    asked = {name: value for name, value in configuration().items() if name in ("model", "cluster")}
     settings = BenchSettings.parse({**asked, "contenders": contenders, "rounds": 4})
     plans = dict.fromkeys(contenders, build("ps", world.job.workload, world.job.cluster))
     data = judged(played(world.job, settings, times), plans, ["ddp"])
@@ -142,7 +146,7 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
     job, final = final_of(TIMES)
     opponents = OpponentRecords(ddp=Opponent(name="ddp", seconds=1.0))
     lines = list(result_of(job, opponents=opponents, best=best_of(7, final), final=final, timing=Timing()).lines())
-    assert lines[0] == "best plan: trial 7 (evolved), 1300.00 ms a step"
+    assert lines[0] == "best plan (trial 7, evolved): 1300.00 ms a step"
     assert lines[1].startswith("speedup over the best DDP, ddp_view: 2.69x [")
     assert lines[1].endswith("]")
     assert lines[2].startswith("speedup over the best builder, ps: 0.")
@@ -283,3 +287,26 @@ def test_a_rival_that_fails_twice_ends_the_last_comparison(tmp_path, monkeypatch
     plan = build("ps", job.workload, job.cluster)
     with pytest.raises(TuningError, match="the final comparison failed twice: contender 'ddp': rank 1 died"):
         compare(job, None, {"ps": plan, "other": plan}, ["ddp"], tmp_path)
+
+
+def test_the_plan_found_by_prediction_alone_is_compared_and_may_win():
+    times = {**TIMES, "predicted": ([1.5] * 5, [1.5] * 5)}
+    _, data = final_of(times)
+    lines = list(result_of(World().job, best=best_of(7, data), final=data).lines())
+    assert "speedup over the plan found by prediction alone: 1.15x [1.15, 1.36]" in lines
+    _, data = final_of({**TIMES, "predicted": ([0.5] * 5, [0.5] * 5)})
+    assert FinalComparison.read(data, "here").winner == "predicted"
+    best = Best(origin="predicted", seconds=0.5, plan={})
+    lines = list(result_of(World().job, best=best, final=data).lines())
+    assert lines[0] == "best plan (found by prediction alone): 500.00 ms a step"
+    assert not any("speedup over the plan" in line for line in lines)
+
+
+def test_a_search_by_prediction_alone_needs_rates_and_time():
+    world = World()
+    found = predicted_plan(world.job, Constants(), seconds=1.0)
+    assert found is not None
+    assert world.plan_price(found) <= 1.01 * min(map(world.plan_price, builder_plans(world.job).values()))
+    assert predicted_plan(world.job, Constants(), seconds=0) is None
+    unknown = replace(world.job, cluster=ClusterSpec.uniform(nodes=4, devices=1, name="unknown"))
+    assert predicted_plan(unknown, Constants(), seconds=1.0) is None
