@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import PLAIN, Index, PositiveDuration, append_lines, checked, parse_json, whole_lines
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.validation.cases import Case
@@ -102,18 +103,37 @@ def measure_cases(cases: Iterable[Case], settings: ValidationSettings, path: Pat
     done = 0
     for _, group in groupby(missing, key=lambda case: case.cluster.fingerprint):
         of_cluster = list(group)
-        cluster, launch = of_cluster[0].cluster, LaunchSettings(kind="emulated")
-        with MeasurementSession(cluster, launch, settings.timeout, settings.scheduling) as session:
-            hosts = None
+        cluster = of_cluster[0].cluster
+        at_once = _without_delays(cluster)
+        probes, hosts = settings.constants is None, None
+        if probes and at_once != cluster:
+            with _session(at_once, settings) as session:
+                hosts = probed_hosts(session.pool, cluster, settings.scheduling).to_dict()
+            probes = False
+        with _session(cluster, settings) as session:
             for place, case in enumerate(of_cluster):
-                if settings.constants is None and place % settings.probe_every == 0:
-                    hosts = probed_hosts(session.pool, case.cluster, settings.scheduling).to_dict()
+                if probes and place % settings.probe_every == 0:
+                    hosts = probed_hosts(session.pool, cluster, settings.scheduling).to_dict()
                 found[case.key] = replace(_measure(case, session, settings), hosts=hosts)
                 append_lines(path, json.dumps(asdict(found[case.key])) + "\n")
                 done += 1
                 milliseconds = 1e3 * found[case.key].seconds
                 _log.info("%d of %d: %s, %s: %.1f ms", done, len(missing), case.pair, case.kind, milliseconds)
     return found
+
+
+def _session(cluster: ClusterSpec, settings: ValidationSettings) -> MeasurementSession:
+    return MeasurementSession(cluster, LaunchSettings(kind="emulated"), settings.timeout, settings.scheduling)
+
+
+def _without_delays(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with links that delay nothing.
+
+    Hosts are probed by many small exchanges, which would take minutes over links of a wide area, and whose times would
+    be those of the links.
+    """
+    links = [link.model_copy(update={"latency": 0.0}) if link.emulated_latency else link for link in cluster.links]
+    return cluster.model_copy(update={"links": tuple(links)})
 
 
 def _measure(case: Case, session: MeasurementSession, settings: ValidationSettings) -> CaseMeasurement:
