@@ -16,7 +16,6 @@ def describe_validation_error(error: ValidationError, data: Any = None, kind: An
     """One line: an unknown field, else the first problem, and the number of others.
 
     Args:
-        error: the error.
         data: what was validated.
         kind: the type that it was validated as, which gives the fields that are allowed; None if unknown.
     """

@@ -130,8 +130,6 @@ class LayerCosts:
         """The costs of an operator itself.
 
         Args:
-            operator: the operator.
-            signature: its signature along each dimension.
             own: its weights, without shared ones that count for another operator.
         """
         costs = numpy.zeros(COSTS)

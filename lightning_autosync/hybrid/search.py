@@ -32,7 +32,6 @@ class Candidate:
     """A plan and its predicted costs.
 
     Attributes:
-        plan: the plan.
         step_seconds: predicted seconds of a step.
         memory: predicted bytes on one rank.
         costs: [COSTS] components of the above; see `lightning_autosync.hybrid.cost`.
@@ -81,7 +80,6 @@ def search(
     """Search the best plans for a model on a cluster; also returns data parallelism and the Megatron scheme.
 
     Args:
-        graph: graph of the model.
         cluster: a cluster with known rates.
         rates: rates of the hosts and the backend; None takes the defaults.
         memory: bytes that a rank may use; None for no limit.

@@ -153,7 +153,6 @@ def refusal(module: nn.Module, signature: Sequence[Signature], mesh: Sequence[in
     """The reason why a module cannot be split with a signature; None if it can.
 
     Args:
-        module: the operator.
         signature: [dimensions] signature along each dimension of the mesh.
         mesh: [dimensions] sizes of the mesh.
         parts: number of results that follow each other along the output features, each of which is cut by itself; 3

@@ -49,7 +49,6 @@ class Structure:
     """The choices of a model.
 
     Attributes:
-        graph: graph of the model.
         layers: for each choice of a signature, the operators that share it.
         values: for each choice of a layout, the operators and meetings whose results share it.
         flows: flows between layers.
@@ -72,7 +71,6 @@ def structure(graph: Graph, collapse: bool = True) -> Structure:
     """The choices of a model.
 
     Args:
-        graph: graph of the model.
         collapse: whether layers of repeated blocks share their choices.
     """
     return _Builder(graph, collapse).build()

@@ -35,7 +35,6 @@ class Tables:
     Choices are numbered: first the signatures of layers, then the layouts of values.
 
     Attributes:
-        structure: choices of the model.
         costs: costs of operators on the mesh.
         signatures: for each choice of a signature, its alternatives.
         layouts: alternatives of every choice of a layout.

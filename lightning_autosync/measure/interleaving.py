@@ -85,7 +85,6 @@ class TrialMeasurement:
     """The measurement of one contender, turn by turn.
 
     Attributes:
-        contender: contender to measure.
         steps: seconds of the steps so far, by rank.
         turns: number of turns so far.
         state: ``running`` until it is decided.
@@ -134,7 +133,6 @@ class StoppingRule:
     that takes as long as a turn.
 
     Args:
-        settings: numbers of steps and the wanted precision.
         best: seconds of the fastest plan so far; None if there is none.
         reference: seconds of the reference plan, with which plans are compared until there is a best plan.
     """
@@ -205,9 +203,7 @@ def measure_in_turns(
     """Measure until every contender is decided. If one fails, the others keep their steps and continue.
 
     Args:
-        session: the workers.
         measurements: measurements to make; those that are decided already are skipped.
-        rule: decides when each is done.
         warm_up: number of steps after each set-up that are not counted.
         decided: called with each measurement when it has ended.
 

@@ -23,7 +23,6 @@ class ReferencePlan:
     """The reference plan on live workers. If no plan runs, drift stays unknown.
 
     Args:
-        session: the workers.
         order: maps a plan to the arguments of `lightning_autosync.measure.replica_calls.set_up`, without the name.
         warm_up: number of steps after each set-up that are not counted.
     """

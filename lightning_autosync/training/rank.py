@@ -40,7 +40,6 @@ class BenchModule(L.LightningModule):
     Parameters have the same names as in the bench, so that plans from there fit.
 
     Args:
-        model: the recipe of the model.
         world_size: number of ranks, each with its own batches.
     """
 
@@ -105,7 +104,6 @@ class RankTraining:
     """The training of one rank.
 
     Attributes:
-        settings: settings of the training.
         directory: folder for the Trainer's output.
         nodes: number of nodes in the job, for Lightning.
         devices: number of ranks per node, for Lightning.

@@ -12,10 +12,8 @@ class TrainingResult(Result):
     """One training.
 
     Attributes:
-        settings: settings of the training.
         emulated: whether ``links`` were emulated and ``compute`` was paced.
         cluster, plan: documents; None if there is none.
-        world_size: number of ranks.
         strategy: ``autosync`` or ``ddp``.
         metrics: last values of the metrics that the model logged.
         epochs, steps: numbers of epochs and of optimizer steps.

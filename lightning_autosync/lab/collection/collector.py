@@ -70,13 +70,7 @@ class Progress:
 
 
 class Collector:
-    """Measures the pairs that a dataset lacks or has only with disturbed measurements.
-
-    Args:
-        settings: settings of the collection.
-        constants: constants of the hosts, for the replay.
-        writer: writer of the dataset.
-    """
+    """Measures the pairs that a dataset lacks or has only with disturbed measurements."""
 
     def __init__(self, settings: CollectionSettings, constants: Constants, writer: Writer) -> None:
         self.progress = Progress()

@@ -12,7 +12,6 @@ class CollectionResult(Result):
     """What one run of the command did.
 
     Attributes:
-        settings: settings of the run.
         dataset: absolute path of the dataset.
         pairs: number of pairs in the dataset after the run.
         seconds: seconds of the run.

@@ -99,7 +99,6 @@ class IsolationRow:
     """The statistics of a method under some speeds.
 
     Attributes:
-        speed, method: names of the speeds and of the method.
         ruled: statistics with the rule that groups must connect all workers.
         free: statistics without the rule: first come, first served.
     """

@@ -31,7 +31,6 @@ class SyncMethod(ABC):
     Attributes:
         synchronous: whether all workers must make the same number of steps.
         forward: module that computes the logits.
-        optimizer: optimizer of the replica.
         groups: groups of a partial reduce in which this replica took part.
     """
 
@@ -200,13 +199,9 @@ def open_method(
     """Open the method that trains a replica; collective.
 
     Args:
-        method: settings of the method.
         module: the replica.
         rate: learning rate.
-        momentum: momentum of the SGD.
         plan: plan of the method; kinds ``ddp`` and ``zero`` do not use it.
-        workload: variables of the module.
-        cluster: cluster of the ranks.
         store: store for this training only.
         timeout: seconds to wait for other ranks.
     """

@@ -98,7 +98,6 @@ class TrainingEnd:
 
     Args:
         store: store for this training only.
-        rank: rank of this process.
         synchronous: whether all ranks must make the same number of steps.
         steps: number of steps of each rank; None lets rank 0 decide.
     """

@@ -124,7 +124,6 @@ class FitRun:
     Attributes:
         split: how samples were divided.
         division: number of the division, counted from 0; the seed of its networks is the base seed plus this number.
-        simulator: kind of the simulator.
         unseen: clusters and families that only the test part has.
         accuracy: accuracy on the test part.
         seconds: seconds of training and test.
@@ -147,11 +146,6 @@ class FitRun:
 
 def run_file(path: Path, settings: FitSettings, constants: Constants) -> RunFile[FitRun]:
     """The file of a comparison's runs.
-
-    Args:
-        path: path of the file.
-        settings: settings of the fit.
-        constants: constants of the hosts.
 
     Raises:
         DocumentError: its runs are of other samples or simulators, or it is not a file of runs.
@@ -180,10 +174,7 @@ def compare(
     Runs in the file are read, new runs are added to it.
 
     Args:
-        settings: settings of the fit.
-        samples: samples to divide.
         encoded: samples as encoded for each kind of simulator.
-        constants: constants of the hosts.
         file: file of runs with the same samples and simulators.
         start: trained simulator that replaces the untrained one of its kind.
 

@@ -26,7 +26,6 @@ class FitResult(Result):
     """The comparison of simulators, and how long it took.
 
     Attributes:
-        settings: settings of the fit.
         constants: document of the hosts' constants.
         dataset: what simulators learned from.
         comparison: summaries by split, simulator and metric.

@@ -24,7 +24,6 @@ class Priced:
     """A case with its measured and its predicted step time.
 
     Attributes:
-        case: the case.
         measured, predicted: seconds of a step.
         foreign_cores: number of cores that other processes kept busy during the measurement; None if unknown.
         noise: standard error of the measured time, relative to it.

@@ -33,7 +33,6 @@ class CaseMeasurement:
     """The measurement of a case.
 
     Attributes:
-        key: key of the case.
         steps: seconds of each step, by rank.
         foreign_cores: number of cores that other processes kept busy; None if unknown.
         scheduling: the kernel's scheduling policy for the workers.
@@ -82,7 +81,6 @@ def measure_cases(cases: Iterable[Case], settings: ValidationSettings, path: Pat
 
     Args:
         cases: cases, sorted by cluster.
-        settings: how to measure.
         path: file to which every measurement is appended immediately.
 
     Raises:

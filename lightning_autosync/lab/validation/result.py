@@ -56,11 +56,9 @@ class ValidationResult(Result):
     """How well predictions agree with measurements.
 
     Attributes:
-        settings: settings of the run.
         constants: document of the hosts' constants.
         emulated: whether links and computation are emulated.
         accuracy: accuracy by table (all, cluster, workload, plan, pair) and row.
-        cases: all cases.
     """
 
     FORMAT: ClassVar[str] = "autosync-validation/1"

@@ -51,7 +51,6 @@ class BenchDocument(Result):
     """One bench run.
 
     Attributes:
-        settings: settings of the run.
         cluster, workload: documents of what was measured; the workload has its ``bytes`` too.
         emulated: whether links and computation are emulated.
         rounds: number of complete rounds.

@@ -57,7 +57,6 @@ class BenchResult:
     """One bench run.
 
     Attributes:
-        settings: settings of the run.
         preparation: cluster, workload and plans that were used.
         bound: least time of a step on emulated links; None if links are not emulated or computation is real.
         conditions: versions, load and policies of rank 0's machine; names of all machines; how bytes were counted.

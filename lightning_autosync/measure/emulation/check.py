@@ -50,7 +50,6 @@ class LinkCheck:
     """One direction of a link.
 
     Attributes:
-        source, target: names of the link's ends.
         setting: configured rate in bytes/s, framing included.
         measured: measured rate in bytes/s, framing included.
         latency: configured one-way seconds; 0 if they are not emulated.

@@ -28,7 +28,6 @@ def calibrate(session: MeasurementSession, cluster: ClusterSpec, sizes: Sequence
     """Measure the rates of a job's ranks while all of them work.
 
     Args:
-        session: live workers.
         cluster: their cluster, with known rates of links.
         sizes: input bytes per rank of each collective, two or more values.
 

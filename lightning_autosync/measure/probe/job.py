@@ -28,8 +28,6 @@ def measure_links(meter: Meter, name: str, every_pair: bool | None, addresses: b
     """Measure the links of a job; collective.
 
     Args:
-        meter: meter of the job.
-        name: name for the cluster.
         every_pair: as in `ProbeSettings`.
         addresses: whether the cluster includes the nodes' addresses.
 
@@ -153,7 +151,6 @@ def probe_ranks(
     """Measure links and hosts of the default process group; collective.
 
     Args:
-        name: name for the cluster.
         scheduling: ``batch`` puts the ranks under SCHED_BATCH, but only after the links are measured: round trips need
             ranks that wake at once.
         head, window, every_pair, constants, accelerated: as in `ProbeSettings`.
@@ -185,7 +182,6 @@ def probe_hosts(leaders: Sequence[int], scheduling: str) -> dict[str, Any]:
 
     Args:
         leaders: first rank of each node.
-        scheduling: scheduling policy under which the ranks run.
 
     Returns:
         A probe's answer for `fit_constants`, with links that have no latency.

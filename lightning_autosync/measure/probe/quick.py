@@ -40,7 +40,6 @@ def survey_job(timeout: float, limit: float = 10.0, name: str = "this job") -> J
         timeout: seconds within which two ranks must reach each other.
         limit: seconds that the survey may take. Measurements that would only confirm others are left out if the time is
             short. If the others take longer, rates remain unknown.
-        name: name for the cluster.
 
     Raises:
         LaunchError: on every rank, if the system is not Linux.

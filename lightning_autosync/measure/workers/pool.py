@@ -50,7 +50,6 @@ class WorkerPool:
     any way.
 
     Args:
-        world_size: number of ranks.
         launch: where the processes run; None means this machine.
         timeout: maximum seconds of the start, of one call and of a collective.
         threads: torch's intra-operator threads in each process.
