@@ -34,7 +34,7 @@ def run_job(settings: TrainingSettings, directory: Path) -> TrainingResult | Non
     Raises:
         AutoSyncError: settings do not fit, ranks cannot be started, or a rank failed.
     """
-    cluster = None if settings.cluster is None else make_cluster(settings)
+    cluster = None if settings.cluster is None else make_cluster(settings, settings.ranks)
     request = {
         "settings": settings.model_dump(mode="json"),
         "directory": str(directory.absolute()),

@@ -74,7 +74,7 @@ def prepare(settings: ConvergenceSettings) -> Prepared:
         DocumentError: cluster and workers do not match, or a method is wrong.
     """
     workload = describe(settings.task.module(), name=settings.task.kind)
-    cluster = make_cluster(settings)
+    cluster = make_cluster(settings, settings.workers if settings.cluster is None else None)
     if cluster.world_size != settings.workers:
         raise DocumentError(
             f"workers: {settings.workers} requested, but cluster '{cluster.name}' has {cluster.world_size} devices"

@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Configuration
-from lightning_autosync.measure.launches.settings import LaunchSettings, TorchrunSettings
+from lightning_autosync.measure.launches.settings import LaunchSettings, TorchrunSettings, needs_cluster
 
 
 class ProbeSettings(Configuration):
@@ -46,14 +46,7 @@ class ProbeSettings(Configuration):
     def _check(self) -> ProbeSettings:
         if self.launch.kind in ("emulated", "ssh"):
             if self.cluster is None:
-                example = (
-                    "fat_node_star"
-                    if self.launch.kind == "emulated"
-                    else "FILE (a cluster with an address for every node)"
-                )
-                raise ValueError(
-                    f"cluster: missing; launch={self.launch.kind} needs one, for example cluster={example}"
-                )
+                raise ValueError(needs_cluster(self.launch.kind))
         elif self.cluster is not None:
             raise ValueError(
                 f"cluster: launch={self.launch.kind} measures the nodes that it runs on; remove this setting"
