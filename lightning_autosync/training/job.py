@@ -18,8 +18,7 @@ from lightning_autosync.measure.launches.settings import LaunchSettings, SlurmSe
 from lightning_autosync.measure.launches.slurm import results, submit, tasks_of
 from lightning_autosync.measure.workers import WorkerError, WorkerPool
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.training.result import TrainingResult
-from lightning_autosync.training.settings import TrainingSettings
+from lightning_autosync.training.settings import TrainingResult, TrainingSettings
 
 START_TIMEOUT = 120.0
 """Seconds in which all ranks must start."""

@@ -30,8 +30,7 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
 from lightning_autosync.strategy.settings import PlanOfFile
 from lightning_autosync.targets import make, make_arguments
-from lightning_autosync.training.result import TrainingResult
-from lightning_autosync.training.settings import TrainingSettings
+from lightning_autosync.training.settings import TrainingResult, TrainingSettings
 
 
 class BenchModule(L.LightningModule):

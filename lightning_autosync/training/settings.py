@@ -1,12 +1,12 @@
-"""The configuration of a training: model, data, synchronization, launch, and the Trainer's arguments."""
+"""The configuration of a training (model, data, synchronization, launch, the Trainer's arguments), and its result."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
-from lightning_autosync.documents import Index, Record, describe_validation_error
+from lightning_autosync.documents import Count, Duration, Index, Metric, Record, Result, describe_validation_error
 from lightning_autosync.measure.launches.settings import AnyLaunch, ClusterSettings, LaunchSettings, needs_cluster
 from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.plan import Semantics
@@ -122,3 +122,35 @@ class TrainingSettings(ClusterSettings):
         if self.cluster is None and self.launch.kind in ("emulated", "ssh"):
             raise ValueError(needs_cluster(self.launch.kind))
         return self
+
+
+class TrainingResult(Result):
+    """``autosync-training/1``: the result of a training.
+
+    Attributes:
+        emulated: whether ``links`` were emulated and ``compute`` was paced.
+        cluster, plan: documents; None if there is none.
+        strategy: ``autosync`` or ``ddp``.
+        metrics: last values of the metrics that the model logged.
+        epochs, steps: numbers of epochs and of optimizer steps.
+        seconds: seconds of the whole training.
+        median_step_seconds: see `lightning_autosync.training.rank.median_step`.
+        step_seconds_by_rank: [ranks][steps] seconds of each step.
+        checkpoint: path of the best checkpoint; None if there is none.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-training/1"
+
+    settings: TrainingSettings
+    emulated: dict[str, bool]
+    cluster: dict[str, Any] | None
+    world_size: Count
+    strategy: str
+    plan: dict[str, Any] | None
+    metrics: dict[str, Metric]
+    epochs: Index
+    steps: Index
+    seconds: Duration
+    median_step_seconds: Duration | None
+    step_seconds_by_rank: tuple[tuple[Duration, ...], ...]
+    checkpoint: str | None

@@ -153,8 +153,7 @@ class Collector:
             budget=asdict(budget),
             timeout=settings.timeout,
         )
-        foreign = None if load is None else load.foreign_cores()
-        batch = Batch([slowest_rank(steps) for steps in zip(*by_rank, strict=True)], foreign)
+        batch = Batch([slowest_rank(steps) for steps in zip(*by_rank, strict=True)], load.foreign_cores())
         self.progress.measuring += time.perf_counter() - start
         self.progress.stepping += sum(
             sum(taken) / len(taken) * (len(taken) + self._settings.warm_up) for taken in batch.steps

@@ -124,5 +124,5 @@ def _measure(case: Case, session: MeasurementSession, settings: ValidationSettin
         budget=asdict(StepBudget(settings.warm_up, settings.seconds, _MIN_STEPS, _MAX_STEPS)),
         timeout=settings.timeout / 2,  # less than for the call, so that ranks can report what they await
     )
-    foreign = None if load is None else load.foreign_cores()
-    return CaseMeasurement(case.key, [plans[0] for plans in by_rank], foreign, settings.scheduling, settings.warm_up)
+    steps = [plans[0] for plans in by_rank]
+    return CaseMeasurement(case.key, steps, load.foreign_cores(), settings.scheduling, settings.warm_up)

@@ -128,7 +128,7 @@ class _Bench:
         before = self._bytes_sent()
         load = self._session.watch_load()
         self._rounds[contender.name].append(self._session.measure(contender, self._settings.steps))
-        self._foreign[contender.name].append(None if load is None else load.foreign_cores())
+        self._foreign[contender.name].append(load.foreign_cores())
         self._sent[contender.name].append(self._per_step(before, self._bytes_sent()))
 
     def _bytes_sent(self) -> int | None:

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.documents import Count, Record
 from lightning_autosync.measure.launches.settings import ClusterSettings, LaunchSettings, needs_cluster
-from lightning_autosync.measure.models.recipes import AnyModel, Embeddings
+from lightning_autosync.measure.models.recipes import AnyModel, Embeddings, with_arguments
 
 BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
 Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]
@@ -100,9 +100,7 @@ class ContenderSettings(Record):
     def _collect_arguments(cls, value: Any) -> Any:
         if not isinstance(value, dict) or "builder" not in value:
             return value
-        beside = {name: value[name] for name in value if name not in cls.model_fields}
-        own = {name: value[name] for name in value if name in cls.model_fields}
-        return {**own, "arguments": {**own.get("arguments", {}), **beside}}
+        return with_arguments(value, cls.model_fields)
 
     @model_validator(mode="after")
     def _check(self) -> ContenderSettings:

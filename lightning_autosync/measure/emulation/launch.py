@@ -7,7 +7,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.measure.emulation import netns
@@ -98,9 +97,7 @@ class EmulatedLaunch:
     def __enter__(self) -> EmulatedLaunch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _set_up(self) -> None:
