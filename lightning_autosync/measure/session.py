@@ -19,10 +19,12 @@ from lightning_autosync.measure.emulation.check import LinkCheck, measured_links
 from lightning_autosync.measure.launches.launch import Launch
 from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.step_time import Steps
-from lightning_autosync.measure.workers import InputError, LaunchError, Pool, WorkerError, WorkerPool
+from lightning_autosync.measure.workers import InputError, LaunchError, WorkerError, WorkerPool
 from lightning_autosync.measure.workers.job_pool import JobPool, JobRank
 
 Scheduling = Literal["none", "batch"]
+Pool = WorkerPool | JobPool
+"""Live workers that call functions."""
 _log = logging.getLogger(__name__)
 
 

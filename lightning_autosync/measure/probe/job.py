@@ -125,12 +125,8 @@ def _pair(survey: Survey, pair: Flow, idle: RoundTrip, loaded: Mapping[Flow, Rou
         "round_trip": asdict(idle),
         "round_trip_loaded": [None if trip is None else asdict(trip) for trip in trips],
         "alone": [survey.alone.get(way) for way in ways],
-        "loaded": _rounded([survey.full[way] for way in ways]),
+        "loaded": [round(float(survey.full[way])) for way in ways],
     }
-
-
-def _rounded(rates: Sequence[float]) -> list[float]:
-    return [round(float(rate)) for rate in rates]
 
 
 _PRIORITY = -10

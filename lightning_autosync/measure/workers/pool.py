@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lightning_autosync.measure.errors import LaunchError, WorkerError
 from lightning_autosync.measure.launches.launch import Launch, LocalLaunch
@@ -24,21 +24,6 @@ RENEWAL = 15.0  # seconds for all ranks to meet in a new process group
 POLL = 0.25  # seconds between checks that silent workers are alive
 DRAIN = 1.0  # maximum seconds to read what a worker printed before its answer
 STACK_DUMP = 0.3  # seconds for a silent worker to write its stacks
-
-
-class Pool(Protocol):
-    """Live workers that call functions: a `WorkerPool` or a `JobPool`."""
-
-    world_size: int
-
-    @property
-    def pids(self) -> Sequence[int]: ...
-
-    def run(
-        self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
-    ) -> list[Any]: ...
-
-    def close(self) -> None: ...
 
 
 class WorkerPool:

@@ -115,7 +115,7 @@ class ShardServer:
                 "server.join": self._join,
                 "server.setup": self._begin,
                 "server.push": self._pushed,
-                "server.finish": self._finished,
+                "server.finish": lambda mail: self._done(mail.sender),
                 "server.drain": self._drain,
                 "server.state": self._give_state,
             }
@@ -249,9 +249,6 @@ class ShardServer:
         self._tell(reader.rank, kind, header, pack(tensors).parts)
 
     # Finish, barriers and losses
-
-    def _finished(self, mail: Mail) -> None:
-        self._done(mail.sender)
 
     def _done(self, rank: int) -> None:
         """Note that a worker pushes no more before the next barrier."""
