@@ -67,7 +67,7 @@ def _check_timeline(settings: BenchSettings) -> None:
             f"timeline: needs a model with paced computation ({' or '.join(_WITHOUT_COMPUTE)}), "
             f"not '{settings.model.kind}'"
         )
-    make_cluster(settings).require_measured()
+    make_cluster(settings, settings.ranks).require_measured()
     contenders, classes = settings.all_contenders(), prepare(settings).classes
     if all(one.ddp or one.embeddings == "sparse" or classes[name] != "exact" for name, one in contenders.items()):
         raise DocumentError("timeline: needs a contender with an exact plan; add one to contenders")

@@ -12,8 +12,7 @@ from rich.console import Console
 from lightning_autosync.lab.collection.card import write_card
 from lightning_autosync.lab.collection.collector import Collector
 from lightning_autosync.lab.collection.drawing import draw_combinations
-from lightning_autosync.lab.collection.result import CollectionResult
-from lightning_autosync.lab.collection.settings import CollectionSettings
+from lightning_autosync.lab.collection.settings import CollectionResult, CollectionSettings
 from lightning_autosync.learned.dataset import Writer
 from lightning_autosync.measure.emulation.netns import require_namespaces
 from lightning_autosync.measure.hosts import emulated_hosts

@@ -12,9 +12,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.fitting.comparison import FitRun, compare, run_file, tables, tabulate
+from lightning_autosync.lab.fitting.comparison import (
+    FitResult,
+    FitRun,
+    FittedDataset,
+    compare,
+    run_file,
+    tables,
+    tabulate,
+)
 from lightning_autosync.lab.fitting.encoding import encode_samples
-from lightning_autosync.lab.fitting.result import FitResult, FittedDataset
 from lightning_autosync.lab.fitting.splits import FitSettings, cluster, family, for_all
 from lightning_autosync.learned import LearnedEstimator, Simulator, load_simulator
 from lightning_autosync.learned.dataset import Dataset, Sample

@@ -14,9 +14,8 @@ from lightning_autosync.documents import RESULT
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.launches.settings import LaunchSettings
-from lightning_autosync.measure.probe.document import ProbeDocument
 from lightning_autosync.measure.probe.job import probe_ranks
-from lightning_autosync.measure.probe.settings import ProbeSettings
+from lightning_autosync.measure.probe.settings import ProbeDocument, ProbeSettings
 from lightning_autosync.measure.probe.table import link_rows, links_table, nodes_table, pairs_table
 from lightning_autosync.measure.workers.pool import WorkerPool
 from lightning_autosync.replay.constants import Constants

@@ -9,8 +9,7 @@ from lightning_autosync.documents import RESULT, counted
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.targets import check_target
 from lightning_autosync.training.job import run_job
-from lightning_autosync.training.result import TrainingResult
-from lightning_autosync.training.settings import TrainingSettings
+from lightning_autosync.training.settings import TrainingResult, TrainingSettings
 
 
 def train(configuration: dict[str, Any], directory: Path) -> float | None:

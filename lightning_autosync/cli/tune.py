@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 import tempfile
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,26 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
 
-from lightning_autosync.cli.tune_hybrid import tune_hybrid
 from lightning_autosync.documents import as_yaml, held
 from lightning_autosync.errors import AutoSyncError, TuningError, UnwritableError
+from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.interrupts import STATUS
 from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.timelines import measure_timeline
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.measure.workers.job_pool import serve
+from lightning_autosync.report.hybrid import write_hybrid_report
 from lightning_autosync.report.page import REPORT, write_report
 from lightning_autosync.report.timeline import compare_timelines
 from lightning_autosync.report.tuning_run import TuningRun as ReportedRun
 from lightning_autosync.search.hybrid.result import HybridTuningResult
+from lightning_autosync.search.hybrid.run import HybridTuningRun
 from lightning_autosync.search.tuning.result import RESULT
 from lightning_autosync.search.tuning.run import TuningOutcome, TuningRun
 from lightning_autosync.search.tuning.settings import TuningSettings
 
 PLAN, WORKLOAD, CLUSTER = "plan.yaml", "workload.yaml", "cluster.yaml"
-_LOCK = ".tune.lock"
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +47,7 @@ class Interrupted(SystemExit):
 
 
 def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | HybridTuningResult:
-    """Run the search; with ``parallel=hybrid`` the search of `tune_hybrid`.
+    """Run the search; with ``parallel=hybrid`` a search of plans that may split operators.
 
     It writes ``plan.yaml``, ``workload.yaml`` and ``cluster.yaml`` (for ``autosync predict``), ``result.json``, the
     finalists' plans, the study and ``report.html`` to ``directory``. If the model is paced and the rates of the links
@@ -68,7 +69,7 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
             serve(settings.timeout, settings.scheduling == "batch")
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if settings.parallel.kind == "hybrid":
-        found = tune_hybrid(settings, directory, console)
+        found = _run_hybrid(settings, directory, console)
         if found.interrupted:
             console.print(_how_to_resume(directory, "interrupted"))
             raise Interrupted
@@ -91,8 +92,7 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
 
 def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningOutcome:
     """Search, print the result and write it, with a lock on the directory."""
-    refusal = TuningError(f"{directory}: another process uses this run directory; wait until it ends")
-    with held(directory / _LOCK, refusal), ExitStack() as saving:
+    with _locked(directory), ExitStack() as saving:
         try:
             outcome = TuningRun(settings, directory, saving).run()
         except KeyboardInterrupt:
@@ -110,6 +110,34 @@ def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningO
     if outcome.result.interrupted:
         console.print(_how_to_resume(directory, "interrupted"))
     return outcome
+
+
+def _run_hybrid(settings: TuningSettings, directory: Path, console: Console) -> HybridTuningResult:
+    """Search plans that may split operators; write the files of `tune`, and ``rates.yaml``."""
+    with _locked(directory):
+        run = HybridTuningRun(settings, directory)
+        result = run.run()
+        for line in result.lines():
+            console.print(line)
+        plan = result.plan
+        if plan is not None:
+            plan.save(directory / PLAN)
+        result.write(directory)
+        run.job.workload.save(directory / WORKLOAD)
+        run.job.cluster.save(directory / CLUSTER)
+        write_hybrid_report(result, directory / REPORT)
+    if isinstance(plan, HybridPlan):
+        console.print(plan.describe(), end="")
+    console.print(", ".join(str(directory / name) for name in ((PLAN,) if plan else ()) + (RESULT, REPORT)))
+    return result
+
+
+def _locked(directory: Path) -> AbstractContextManager[None]:
+    """Hold the directory within the block; raises `TuningError` if another process holds it."""
+    return held(
+        directory / ".tune.lock",
+        TuningError(f"{directory}: another process uses this run directory; wait until it ends"),
+    )
 
 
 def _write(outcome: TuningOutcome, directory: Path) -> list[str]:

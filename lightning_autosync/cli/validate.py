@@ -9,10 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from lightning_autosync.cli.tables import table_console
-from lightning_autosync.lab.validation.accuracy import RANKED, Priced, ReplayAccuracy, by
+from lightning_autosync.lab.validation.accuracy import RANKED, CaseResult, Priced, ReplayAccuracy, ValidationResult, by
 from lightning_autosync.lab.validation.cases import Case, draw_cases
 from lightning_autosync.lab.validation.measuring import CaseMeasurement, measure_cases
-from lightning_autosync.lab.validation.result import CaseResult, ValidationResult
 from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import compile_plan

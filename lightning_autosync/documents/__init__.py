@@ -7,7 +7,6 @@ reported as one error that names the file and the field.
 from __future__ import annotations
 
 from lightning_autosync.documents.descriptions import describe_validation_error
-from lightning_autosync.documents.digests import canonical, digest, digest_text
 from lightning_autosync.documents.field_lines import naming_lines
 from lightning_autosync.documents.fields import (
     LARGEST,
@@ -31,15 +30,7 @@ from lightning_autosync.documents.files import (
     write_text,
     writing,
 )
-from lightning_autosync.documents.limits import (
-    LARGEST_NUMBER,
-    MOST_BYTES,
-    MOST_DIGITS,
-    MOST_LEVELS,
-    MOST_NODES,
-    MOST_VALUES,
-    MOST_YAML_BYTES,
-)
+from lightning_autosync.documents.limits import MOST_BYTES, MOST_NODES
 from lightning_autosync.documents.reading import SUFFIXES, is_path, parse_json, read_data, read_text, whole_lines
 from lightning_autosync.documents.records import (
     PLAIN,
@@ -50,57 +41,5 @@ from lightning_autosync.documents.records import (
     Result,
     check_format,
     checked,
-    with_current_names,
 )
-from lightning_autosync.documents.text import counted, shortened, shown
-
-__all__ = [
-    "LARGEST",
-    "LARGEST_NUMBER",
-    "LEAST",
-    "LONGEST",
-    "MOST_BYTES",
-    "MOST_DIGITS",
-    "MOST_LEVELS",
-    "MOST_NODES",
-    "MOST_VALUES",
-    "MOST_YAML_BYTES",
-    "PLAIN",
-    "RESULT",
-    "SUFFIXES",
-    "Configuration",
-    "Count",
-    "Document",
-    "Duration",
-    "Index",
-    "Integer",
-    "Metric",
-    "PositiveDuration",
-    "Record",
-    "Result",
-    "TimeOffset",
-    "append_lines",
-    "as_yaml",
-    "canonical",
-    "check_format",
-    "checked",
-    "counted",
-    "describe_validation_error",
-    "digest",
-    "digest_text",
-    "held",
-    "identity",
-    "is_path",
-    "naming_lines",
-    "parse_json",
-    "read_data",
-    "read_text",
-    "shortened",
-    "shown",
-    "whole_lines",
-    "with_current_names",
-    "write_bytes",
-    "write_data",
-    "write_text",
-    "writing",
-]
+from lightning_autosync.documents.text import canonical, counted, digest, digest_text, shortened, shown

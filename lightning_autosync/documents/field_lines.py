@@ -20,12 +20,12 @@ _PART = re.compile(r"(\w+)|\[(\d+)\]")
 
 
 @contextmanager
-def naming_lines(path: str | os.PathLike[str], source: str | None = None) -> Iterator[None]:
-    """Add the line number to errors within the block that start with ``SOURCE: FIELD`` of this file."""
+def naming_lines(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add the line number to errors within the block that start with ``PATH: FIELD`` of this file."""
     try:
         yield
     except DocumentError as error:
-        line = _line_of(Path(path), str(error).removeprefix(f"{source or path}: "))
+        line = _line_of(Path(path), str(error).removeprefix(f"{path}: "))
         raise error if line is None else type(error)(f"{error} (line {line})") from None
 
 

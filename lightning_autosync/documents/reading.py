@@ -32,49 +32,36 @@ def is_path(value: str | os.PathLike[str]) -> bool:
     return isinstance(value, os.PathLike) or value.endswith(SUFFIXES) or bool(os.path.dirname(value))
 
 
-def read_text(path: Path, error: type[DocumentError] = DocumentError, source: str | None = None) -> str:
-    """The text of a file. Raises ``error`` if it cannot be read; ``source`` names the file in the message."""
-    source = source or str(path)
+def read_text(path: Path, error: type[DocumentError] = DocumentError) -> str:
+    """The text of a file. Raises ``error`` if it cannot be read."""
     try:
         most = MOST_BYTES if path.suffix == ".json" else MOST_YAML_BYTES
         with path.open("rb") as stream:
             content = stream.read(most + 1)  # not the size that `stat` gives, which is 0 for /dev/zero
         if len(content) > most:
-            raise error(
-                f"{source}: the file has more than {most} bytes; allowed: {MOST_YAML_BYTES} (JSON: {MOST_BYTES})"
-            )
+            raise error(f"{path}: the file has more than {most} bytes; allowed: {MOST_YAML_BYTES} (JSON: {MOST_BYTES})")
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else cause  # str(cause) would name the file again
-        raise error(f"{source}: cannot be read: {why}") from None
+        raise error(f"{path}: cannot be read: {why}") from None
 
 
-def read_data(
-    path: str | os.PathLike[str],
-    error: type[DocumentError] = DocumentError,
-    source: str | None = None,
-    *,
-    finite: bool = True,
-) -> Any:
+def read_data(path: str | os.PathLike[str], error: type[DocumentError] = DocumentError, *, finite: bool = True) -> Any:
     """Plain data from a YAML or JSON file: None, bool, int, float, str, lists, and mappings with text keys.
 
     Duplicate keys and data beyond the limits of `lightning_autosync.documents.limits` are refused.
 
     Args:
-        path: path of the file.
-        error: class of the errors.
-        source: name of the file in errors; the path by default.
         finite: whether infinities and NaN are refused. Results may have them in parts that are not used.
 
     Raises:
         DocumentError: the file cannot be read, or is not plain data (the class is ``error``).
     """
     path = Path(path)
-    source = source or str(path)
-    text = read_text(path, error, source)
+    text = read_text(path, error)
     if path.suffix == ".json":
-        return parse_json(text, source, error, finite=finite)
-    return _parsed(lambda: yaml.load(text, Loader), "YAML", source, error, finite)
+        return parse_json(text, str(path), error, finite=finite)
+    return _parsed(lambda: yaml.load(text, Loader), "YAML", str(path), error, finite)
 
 
 def parse_json(text: Any, source: str, error: type[DocumentError] = DocumentError, *, finite: bool = True) -> Any:
@@ -88,13 +75,13 @@ def parse_json(text: Any, source: str, error: type[DocumentError] = DocumentErro
     return _parsed(lambda: _from_json(text), "JSON", source, error, finite)
 
 
-def whole_lines(path: Path, error: type[DocumentError] = DocumentError) -> Iterator[tuple[str, str]]:
+def whole_lines(path: Path) -> Iterator[tuple[str, str]]:
     """The place (``PATH:LINE``) and the text of each line of a file; nothing if there is no file.
 
     A truncated last line is left out.
 
     Raises:
-        DocumentError: the file cannot be read, or a line is too long or not UTF-8 (the class is ``error``).
+        DocumentError: the file cannot be read, or a line is too long or not UTF-8.
     """
     if not path.exists():
         return
@@ -102,19 +89,19 @@ def whole_lines(path: Path, error: type[DocumentError] = DocumentError) -> Itera
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), 1):
                 if len(line) > MOST_BYTES:
-                    raise error(f"{path}:{number}: the line is longer than {MOST_BYTES} bytes, the maximum")
+                    raise DocumentError(f"{path}:{number}: the line is longer than {MOST_BYTES} bytes, the maximum")
                 if not line.endswith(b"\n"):
                     return
-                yield f"{path}:{number}", _decoded(line, f"{path}:{number}", error)
+                yield f"{path}:{number}", _decoded(line, f"{path}:{number}")
     except OSError as cause:
-        raise error(f"{path}: cannot be read: {cause.strerror}") from None
+        raise DocumentError(f"{path}: cannot be read: {cause.strerror}") from None
 
 
-def _decoded(line: bytes, source: str, error: type[DocumentError]) -> str:
+def _decoded(line: bytes, source: str) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as cause:
-        raise error(f"{source}: cannot be read: {cause}") from None
+        raise DocumentError(f"{source}: cannot be read: {cause}") from None
 
 
 def _parsed(parse: Callable[[], Any], language: str, source: str, error: type[DocumentError], finite: bool) -> Any:

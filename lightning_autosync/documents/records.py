@@ -13,11 +13,10 @@ from typing import Any, ClassVar, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from lightning_autosync.documents.descriptions import describe_validation_error
-from lightning_autosync.documents.digests import digest
 from lightning_autosync.documents.field_lines import naming_lines
 from lightning_autosync.documents.files import write_data, write_text
 from lightning_autosync.documents.reading import read_data
-from lightning_autosync.documents.text import shown
+from lightning_autosync.documents.text import digest, shown
 from lightning_autosync.errors import DocumentError
 
 Kind = TypeVar("Kind")

@@ -1,7 +1,9 @@
-"""Values and counts as text, for errors and output."""
+"""Values, counts and digests as text."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 MOST_SHOWN = 100
@@ -24,3 +26,18 @@ def shortened(text: str, most: int = MOST_SHOWN) -> str:
 def counted(count: int, noun: str) -> str:
     """A number with its noun: ``1 plan``, ``2 plans``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def canonical(data: Any) -> str:
+    """The canonical JSON text of plain data, with sorted keys and without blanks."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def digest(data: Any) -> str:
+    """A digest of plain data with twelve hexadecimal digits."""
+    return digest_text(canonical(data))
+
+
+def digest_text(text: str) -> str:
+    """The `digest` of the data with this canonical text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -35,10 +35,11 @@ class Axes:
         """The same axes, but features cannot be cut."""
         return replace(self, features=None, mixed=self.mixed or self.features is not None)
 
-    def moved(self, batch: int | None, features: int | None, units: int | None = None) -> Axes:
-        """The same with other positions of the axes."""
+    def moved(self, place: Callable[[int], int | None]) -> Axes:
+        """The same with other positions of the axes; ``place`` maps old positions to new ones, None if one is lost."""
+        batch, features = (None if axis is None else place(axis) for axis in (self.batch, self.features))
         mixed = self.mixed or (self.features is not None and features is None)
-        return replace(self, batch=batch, features=features, units=self.units if units is None else units, mixed=mixed)
+        return replace(self, batch=batch, features=features, mixed=mixed)
 
 
 Operand = tuple[Axes, tuple[int, ...]]
@@ -70,7 +71,7 @@ def after(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -
     if _is_elementwise(node):
         return _agreeing(operands, output)
     if is_known(node):
-        return axes.moved(_below(axes.batch, 2), _below(axes.features, 2))
+        return axes.moved(lambda axis: axis if axis < 2 else None)
     return Axes(batch=axes.batch if _keeps(axes.batch, shape, output) else None, mixed=True)
 
 
@@ -83,21 +84,11 @@ def _keeps(axis: int | None, shape: tuple[int, ...], output: tuple[int, ...]) ->
     return axis is not None and axis < len(output) and output[axis] == shape[axis]
 
 
-def _below(axis: int | None, end: int) -> int | None:
-    return axis if axis is not None and axis < end else None
-
-
 def _aligned(operand: Operand, output: tuple[int, ...]) -> Axes:
     """The axes of an operand in the numbering of the result; broadcasting aligns shapes at their ends."""
     axes, shape = operand
     shift = len(output) - len(shape)
-    return axes.moved(
-        *(None if axis is None or shape[axis] != output[axis + shift] else axis + shift for axis in _both(axes))
-    )
-
-
-def _both(axes: Axes) -> tuple[int | None, int | None]:
-    return axes.batch, axes.features
+    return axes.moved(lambda axis: axis + shift if shape[axis] == output[axis + shift] else None)
 
 
 def _agreeing(operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
@@ -134,19 +125,16 @@ def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> A
 def _viewed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
     """A reshape keeps an axis if equal pieces along it are also equal pieces of an axis of the result."""
     axes, shape = operands[0]
-    batch, features = (_place(axis, shape, output) for axis in _both(axes))
-    units = axes.units if features is None else math.gcd(axes.units, output[features])
-    return axes.moved(batch, features, units)
+    found = axes.moved(lambda axis: _place(axis, shape, output))
+    return found if found.features is None else replace(found, units=math.gcd(axes.units, output[found.features]))
 
 
-def _place(axis: int | None, shape: tuple[int, ...], output: tuple[int, ...]) -> int | None:
+def _place(axis: int, shape: tuple[int, ...], output: tuple[int, ...]) -> int | None:
     """The axis of the output that has the outermost part of an axis; None if there is no such axis.
 
     It is the axis before which the sizes have the same product. An axis of size 1, as that of a single sample, stays
     where it is if it can: before it and after it the products are equal.
     """
-    if axis is None:
-        return None
     before, product = math.prod(shape[:axis]), 1
     for place, extent in enumerate(output):
         if product == before and (extent != 1 or shape[axis] == 1):
@@ -159,7 +147,7 @@ def _permuted(order: Callable[[fx.Node, int], list[int]]) -> Rule:
     def rule(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
         axes, shape = operands[0]
         places = [axis % len(shape) for axis in order(node, len(shape))]
-        return axes.moved(*(None if axis is None else places.index(axis) for axis in _both(axes)))
+        return axes.moved(places.index)
 
     return rule
 
@@ -174,7 +162,7 @@ def _transposition(node: fx.Node, rank: int) -> list[int]:
 def _unsqueezed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
     axes, _ = operands[0]
     place = _argument(node, 1, "dim") % len(output)
-    return axes.moved(*(None if axis is None else axis + (axis >= place) for axis in _both(axes)))
+    return axes.moved(lambda axis: axis + (axis >= place))
 
 
 def _squeezed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
@@ -182,18 +170,18 @@ def _squeezed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...
     given = _argument(node, 1, "dim")
     dims = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
     gone = {dim % len(shape) for dim in dims if shape[dim] == 1}
-    return axes.moved(*(_without(axis, gone) for axis in _both(axes)))
+    return _without(axes, gone)
 
 
-def _without(axis: int | None, gone: set[int]) -> int | None:
-    """The new position of an axis after others are removed; None if it is one of them."""
-    return None if axis is None or axis in gone else axis - sum(place < axis for place in gone)
+def _without(axes: Axes, gone: set[int]) -> Axes:
+    """The axes after some of the tensor's are removed."""
+    return axes.moved(lambda axis: None if axis in gone else axis - sum(place < axis for place in gone))
 
 
 def _expanded(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
     axes, shape = operands[0]
     shift = len(output) - len(shape)
-    return axes.moved(*(None if axis is None else axis + shift for axis in _both(axes)))
+    return axes.moved(lambda axis: axis + shift)
 
 
 def _along(position: int = 1, name: str = "dim") -> Rule:
@@ -209,7 +197,7 @@ def _along(position: int = 1, name: str = "dim") -> Rule:
 
 def _selected(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
     axes, shape = operands[0]
-    return axes.moved(*(_without(axis, {_argument(node, 1, "dim", 0) % len(shape)}) for axis in _both(axes)))
+    return _without(axes, {_argument(node, 1, "dim", 0) % len(shape)})
 
 
 def _sliced(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
@@ -223,8 +211,8 @@ def _reduced(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]
     dims = given if isinstance(given, list | tuple) else range(len(shape)) if given is None else [given]
     gone = {dim % len(shape) for dim in dims}
     if len(output) == len(shape):
-        return axes.moved(*(None if axis in gone else axis for axis in _both(axes)))
-    return axes.moved(*(_without(axis, gone) for axis in _both(axes)))
+        return axes.moved(lambda axis: None if axis in gone else axis)
+    return _without(axes, gone)
 
 
 def _split(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
@@ -243,15 +231,16 @@ def _split(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) 
 
 def _multiplied(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
     """Batched matrix products: features may be cut only along the axes before the last two, as heads are."""
-    kept = []
-    for axes, shape in operands[:3]:
-        shift, end = len(output) - len(shape), len(shape) - 2
-        places = (_below(axes.batch, len(shape) - 1), _below(axes.features, end))
-        kept.append(axes.moved(*(None if place is None else place + shift for place in places)))
+    kept = [_of_factor(axes, len(shape), len(output) - len(shape)) for axes, shape in operands[:3]]
     batch = _only({axes.batch for axes in kept} - {None})
     if len({axes.features for axes in kept}) > 1 or any(axes.mixed for axes in kept):
         return Axes(batch, mixed=True)
     return replace(kept[0], batch=batch, units=math.gcd(*(axes.units for axes in kept)))
+
+
+def _of_factor(axes: Axes, rank: int, shift: int) -> Axes:
+    found = axes.moved(lambda axis: axis + shift if axis < rank - 1 else None)
+    return found.without_features() if axes.features == rank - 2 else found
 
 
 def _attended(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
@@ -264,7 +253,7 @@ def _attended(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...
 def _joined(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
     dim = _argument(node, 1, "dim", 0) % len(output)
     first = operands[0][0]
-    if any(_both(axes) != _both(first) or axes.mixed for axes, _ in operands):
+    if any((axes.batch, axes.features) != (first.batch, first.features) or axes.mixed for axes, _ in operands):
         return Axes(_only({axes.batch for axes, _ in operands}), mixed=True)
     return first.without_features() if first.features == dim else first
 

@@ -147,9 +147,7 @@ def _loose(module: nn.Module, used: Mapping[str, int]) -> list[Loose]:
     for path, operator in used.items():
         owner, _, name = path.rpartition(".")
         parameter = module.get_parameter(path)
-        found[owner, operator].append(
-            Weight(name, path, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, True)
-        )
+        found[owner, operator].append(_weight(name, parameter, {parameter: path}, outside=True))
     return [Loose(owner, tuple(weights), operator) for (owner, operator), weights in found.items()]
 
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy
 from numpy.typing import NDArray
@@ -57,9 +58,7 @@ def memory_bytes(costs: Costs) -> NDArray[numpy.float64]:
 
 def legal_signatures(operator: Operator, mesh: Sequence[int]) -> list[tuple[Signature, ...]]:
     """The signatures that an operator's sizes allow."""
-    found: list[tuple[Signature, ...]] = [()]
-    for _ in mesh:
-        found = [(*signature, name) for signature in found for name in operator.rules]
+    found = product(operator.rules, repeat=len(mesh))
     return [signature for signature in found if _fits(operator, signature, mesh)]
 
 
@@ -130,8 +129,6 @@ class LayerCosts:
         """The costs of an operator itself.
 
         Args:
-            operator: the operator.
-            signature: its signature along each dimension.
             own: its weights, without shared ones that count for another operator.
         """
         costs = numpy.zeros(COSTS)

@@ -20,7 +20,6 @@ class Descent:
     """Minimizes the seconds of a step; plans that fit into memory come before all others.
 
     Args:
-        tables: costs of the choices.
         memory: bytes that a rank may use; None for no limit.
         overlap: whether the synchronization of gradients overlaps with the backward pass.
         fixed: choices that must not change.

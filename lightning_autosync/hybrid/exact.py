@@ -33,9 +33,6 @@ class _Table:
 def exact(tables: Tables) -> tuple[tuple[int, ...], float]:
     """The optimal alternatives for a step without overlap, and its seconds.
 
-    Args:
-        tables: costs of the choices.
-
     Raises:
         PlanError: the choices depend on each other so much that an intermediate table is too large.
     """

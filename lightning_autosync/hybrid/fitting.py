@@ -23,7 +23,6 @@ class Timing:
         sent: bytes that each rank sends.
         wire: seconds on the links according to their rates.
         latency: seconds because of the links' latencies.
-        seconds: measured seconds.
     """
 
     ranks: int
@@ -37,8 +36,6 @@ def wire_seconds(kind: Collective, pace: Pace, pairwise_sums: bool) -> float:
     """Seconds on the links per byte that every rank sends in a collective.
 
     Args:
-        kind: the collective.
-        pace: pace of the groups.
         pairwise_sums: whether a reduce-scatter consists of transfers between all pairs of ranks.
     """
     pairwise = kind == "all_to_all" or (kind == "reduce_scatter" and pairwise_sums)

@@ -109,14 +109,11 @@ class Operator:
         name: path of the module, or name of the place in the model.
         module: path of the module; None for a meeting, whose inputs and output share one layout, and for an operation
             on whole values.
-        kind: kind of the module.
         rules: signatures of the module's kind. A meeting has none. An operation that needs whole values of each rank's
             own samples has ``dp`` only, and no module.
         inputs: its inputs, each tensor once.
-        output: its output.
         units: number of equal pieces into which the features of the output may be cut.
         parts: number of results that follow each other along the output features, each of which is cut by itself.
-        weights: its parameters.
         heads: number of heads of an attention; otherwise 1.
         work: work of the operator itself.
         after: work of the following operations outside of operators, in the layout that the operator hands on.
@@ -147,7 +144,6 @@ class Loose:
 
     Attributes:
         module: path of the module that owns them.
-        weights: the parameters.
         operator: index of the operator in whose output's layout they are used.
     """
 

@@ -16,9 +16,9 @@ MOST_DIMENSIONS = 3
 """Largest number of dimensions of a mesh in the search."""
 
 
-def shapes(ranks: int, dimensions: int = MOST_DIMENSIONS) -> tuple[tuple[int, ...], ...]:
+def shapes(ranks: int) -> tuple[tuple[int, ...], ...]:
     """The shapes of all meshes with ``ranks`` ranks, in each order of dimensions; fewest dimensions first."""
-    found = [shape for count in range(1, dimensions + 1) for shape in _factors(ranks, count)]
+    found = [shape for count in range(1, MOST_DIMENSIONS + 1) for shape in _factors(ranks, count)]
     return tuple(found) or ((1,),)
 
 

@@ -69,7 +69,6 @@ class HybridPrediction:
     Attributes:
         costs: [COSTS] see `lightning_autosync.hybrid.cost`.
         sent: bytes by phase, dimensions and collective, without zeros.
-        settings: settings of the prediction.
         stages: what a rank holds in the course of a step.
     """
 
@@ -105,7 +104,6 @@ def predict(
 
     Args:
         plan: a plan for the model of ``graph``.
-        graph: graph of the model.
         cluster: a cluster with known rates, or its links.
         rates: rates of the hosts and the backend; None takes the defaults.
         settings: settings of the step; None takes the defaults.
@@ -190,8 +188,6 @@ class _Predictor:
         """What a layer holds.
 
         Args:
-            operator, layer: which one.
-            costs: its own.
             brought: bytes of inputs that were brought into the layout that it takes.
         """
         # Where an earlier operation holds the input, the layer's own work does not count it; in another layout it is

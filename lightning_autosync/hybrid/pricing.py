@@ -41,8 +41,6 @@ class Pricing:
     Args:
         mesh: sizes of the dimensions.
         ranks: rank at each place of the mesh, in row-major order.
-        links: links of the cluster.
-        rates: rates of the hosts and the backend.
     """
 
     def __init__(self, mesh: Sequence[int], ranks: Sequence[int], links: Links, rates: HybridRates) -> None:

@@ -65,21 +65,19 @@ _DP = Rule("batch", "batch")
 _REP = Rule("full", "full")
 _ANYWHERE: dict[Signature, Rule] = {"dp": _DP, "rep": _REP}
 
+_PRODUCT: dict[Signature, Rule] = {
+    **_ANYWHERE,
+    "col": Rule("full", "features", {"weight": 0, "bias": 0}),
+    "row": Rule("features", "partial", {"weight": 1}),
+}
+
 RULES: dict[Kind, dict[Signature, Rule]] = {
-    "linear": {
-        **_ANYWHERE,
-        "col": Rule("full", "features", {"weight": 0, "bias": 0}),
-        "row": Rule("features", "partial", {"weight": 1}),
-    },
+    "linear": _PRODUCT,
+    "convolution": _PRODUCT,
     "transposed_linear": {
         **_ANYWHERE,
         "col": Rule("full", "features", {"weight": 1, "bias": 0}),
         "row": Rule("features", "partial", {"weight": 0}),
-    },
-    "convolution": {
-        **_ANYWHERE,
-        "col": Rule("full", "features", {"weight": 0, "bias": 0}),
-        "row": Rule("features", "partial", {"weight": 1}),
     },
     # With ``row``, a rank without the looked-up row of the table contributes zeros.
     "embedding": {
@@ -153,7 +151,6 @@ def refusal(module: nn.Module, signature: Sequence[Signature], mesh: Sequence[in
     """The reason why a module cannot be split with a signature; None if it can.
 
     Args:
-        module: the operator.
         signature: [dimensions] signature along each dimension of the mesh.
         mesh: [dimensions] sizes of the mesh.
         parts: number of results that follow each other along the output features, each of which is cut by itself; 3

@@ -49,7 +49,6 @@ class Structure:
     """The choices of a model.
 
     Attributes:
-        graph: graph of the model.
         layers: for each choice of a signature, the operators that share it.
         values: for each choice of a layout, the operators and meetings whose results share it.
         flows: flows between layers.
@@ -72,7 +71,6 @@ def structure(graph: Graph, collapse: bool = True) -> Structure:
     """The choices of a model.
 
     Args:
-        graph: graph of the model.
         collapse: whether layers of repeated blocks share their choices.
     """
     return _Builder(graph, collapse).build()
@@ -131,17 +129,22 @@ class _Builder:
         if collapse:
             for alike in self._repeated(lambda operator: not operator.meets):
                 same.union(*alike)
-        layer_of: list[int | None] = [None] * len(self._operators)
-        layers: dict[int, list[int]] = {}
-        for index, operator in enumerate(self._operators):
-            if not operator.meets:
-                layers.setdefault(same[index], []).append(index)
-        for number, members in enumerate(layers.values()):
+        return self._numbered(same, [index for index, operator in enumerate(self._operators) if not operator.meets])
+
+    def _numbered(
+        self, same: networkx.utils.UnionFind, indices: Iterable[int]
+    ) -> tuple[list[int | None], list[list[int]]]:
+        """The number of each operator's set, and the sets; a meeting without a choice has that of its first source."""
+        sets: dict[int, list[int]] = {}
+        for index in indices:
+            sets.setdefault(same[index], []).append(index)
+        number_of: list[int | None] = [None] * len(self._operators)
+        for number, members in enumerate(sets.values()):
             for member in members:
-                layer_of[member] = number
+                number_of[member] = number
         for meeting, first in self._alias.items():
-            layer_of[meeting] = layer_of[first]
-        return layer_of, list(layers.values())
+            number_of[meeting] = number_of[first]
+        return number_of, list(sets.values())
 
     def _repeated(self, wanted: Callable[[Operator], bool]) -> Iterable[list[int]]:
         """Sets of operators at the same place of equal blocks.
@@ -182,17 +185,8 @@ class _Builder:
             shared = [member for member in alike if member in same.parents]
             if len(shared) == len(alike):
                 same.union(*alike)
-        value_of: list[int | None] = [None] * len(self._operators)
-        values: dict[int, list[int]] = {}
-        for index in range(len(self._operators)):
-            if index in same.parents:
-                values.setdefault(same[index], []).append(index)
-        for number, members in enumerate(values.values()):
-            for member in members:
-                value_of[member] = number
-        for meeting, first in self._alias.items():
-            value_of[meeting] = value_of[first]
-        return value_of, tuple(map(tuple, values.values()))
+        value_of, values = self._numbered(same, sorted(same.parents))
+        return value_of, tuple(map(tuple, values))
 
     def _feeds_one_layer(self, index: int) -> bool:
         """Whether a result has consumers of only one choice, or is only the model's output."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from lightning_autosync.hybrid.graph import INPUT, Operator, Weight
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan, Layout, Signature
 from lightning_autosync.hybrid.structure import Flow, Structure
 
+_Item = TypeVar("_Item")
 ILLEGAL = 1e6
 """Penalty in seconds of illegal combinations; finite, because the descent subtracts costs and inf - inf is NaN."""
 
@@ -35,7 +37,6 @@ class Tables:
     Choices are numbered: first the signatures of layers, then the layouts of values.
 
     Attributes:
-        structure: choices of the model.
         costs: costs of operators on the mesh.
         signatures: for each choice of a signature, its alternatives.
         layouts: alternatives of every choice of a layout.
@@ -172,11 +173,12 @@ class _Builder:
     def _takes(self, number: int, operator: Operator) -> list[int]:
         return [self._taken.index(takes(operator, signature)) for signature in self._tables.signatures[number]]
 
-    def _made_to_handed(self, number: int, makers: Iterable[int]) -> Costs:
+    def _made_to_handed(self, number: int, makers: Sequence[int]) -> Costs:
         """[alternatives, layouts, COSTS] costs of handing on some operators' results, and of the work after them."""
-        makers = list(makers)
         found = numpy.zeros((len(self._tables.signatures[number]), len(self._handed), COSTS))
-        for operator, count in _alike(self._operators[maker] for maker in makers):
+        # Operators with the same output and the same work after it hand on their results at equal costs.
+        operators = [self._operators[maker] for maker in makers]
+        for operator, count in _alike(operators, lambda operator: (operator.output, operator.after)):
             change = self._costs.change(operator.output, self._made, self._handed)
             after = numpy.array([self._costs.after(operator, states) for states in self._handed])
             found += count * (change[self._makes(number, operator)] + after)
@@ -201,17 +203,14 @@ class _Builder:
                 found += self._costs.change(edge.value, self._handed, (self._home,))
             return found
         found = numpy.zeros((len(self._handed), len(self._tables.signatures[flow.target]), COSTS))
-        tensors = {(edge.source, edge.tensor): (taker, edge) for taker, edge in flow.edges}
-        counts: dict[object, int] = defaultdict(int)
-        example = {}
-        for taker, edge in tensors.values():
-            assert taker is not None
-            key = (edge.value, self._operators[taker].kind)
-            counts[key] += 1
-            example[key] = taker, edge
-        for key, (taker, edge) in example.items():
-            change = self._costs.change(edge.value, self._handed, self._taken)
-            found += counts[key] * change[:, self._takes(flow.target, self._operators[taker])]
+        tensors = {
+            (edge.source, edge.tensor): (self._operators[taker], edge.value)
+            for taker, edge in flow.edges
+            if taker is not None
+        }
+        for (operator, value), count in _alike(tensors.values(), lambda pair: (pair[0].kind, pair[1])):
+            change = self._costs.change(value, self._handed, self._taken)
+            found += count * change[:, self._takes(flow.target, operator)]
         found[~self._can_cut(flow.units), :, BOXING_FORWARD] += ILLEGAL
         return found
 
@@ -297,15 +296,12 @@ def _shapes(weights: Iterable[Weight]) -> tuple[object, ...]:
     return tuple((weight.name, weight.shape, weight.itemsize, weight.trainable) for weight in weights)
 
 
-def _alike(operators: Iterable[Operator]) -> list[tuple[Operator, int]]:
-    """Operators grouped by equal costs of handing on their results: one of each group, and the group's size."""
-    counts: dict[object, int] = defaultdict(int)
-    example: dict[object, Operator] = {}
-    for operator in operators:
-        key = (operator.output, operator.after)
-        counts[key] += 1
-        example[key] = operator
-    return [(operator, counts[key]) for key, operator in example.items()]
+def _alike(items: Iterable[_Item], key: Callable[[_Item], Hashable]) -> list[tuple[_Item, int]]:
+    """Items grouped by equal keys: one of each group, and the group's size."""
+    groups: dict[Hashable, list[_Item]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return [(members[-1], len(members)) for members in groups.values()]
 
 
 def plan_of(found: Tables, choice: Sequence[int]) -> HybridPlan:

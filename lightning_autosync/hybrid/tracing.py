@@ -27,7 +27,6 @@ class Node:
         name: the path; for other nodes the path of the surrounding module and a number.
         inputs: its inputs, each tensor once.
         output: its output.
-        axes: axes of the output.
         parts: number of results that follow each other along its features.
         is_home: whether it is an operation that needs whole values of each rank's own samples.
     """
@@ -63,8 +62,6 @@ class _Flow:
 
     Attributes:
         origin: index of a node, `INPUT`, or None for a tensor that does not depend on the model's input.
-        axes: axes of the tensor.
-        shape: shape of the tensor.
         parameter: path of the parameter that the tensor is; None for other tensors.
     """
 

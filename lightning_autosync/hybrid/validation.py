@@ -21,7 +21,6 @@ def check_plan(plan: HybridPlan, module: nn.Module, world_size: int, source: str
     """Check that a plan fits a model and a job.
 
     Args:
-        plan: the plan.
         module: the model to split; it may be on the meta device.
         world_size: number of ranks of the job.
         source: name of the plan in errors.

@@ -28,7 +28,7 @@ def usable_cores() -> int:
 
 
 def machine() -> tuple[str, str]:
-    """An id of this machine, valid until it reboots, and its name."""
+    """An id of this machine, which all its containers share until it reboots, and its name."""
     identity = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname()
     return identity.read_text().strip() if identity.exists() else name, name
@@ -62,15 +62,16 @@ class LoadMeter:
     """Counts the processor time that other processes use on this machine, from the meter's creation on.
 
     Args:
-        pids: process ids of the workers on this machine. Neither they nor this process count as other processes.
+        pids: process ids of the workers on this machine. Neither they nor this process count as other processes. None
+            if workers run elsewhere: then nothing is counted.
     """
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Sequence[int] | None) -> None:
         self._pids = pids
         self._start = self._read()
 
     def foreign_cores(self) -> float | None:
-        """Mean number of cores that other processes kept busy since the start; None if the kernel does not count.
+        """Mean number of cores that other processes kept busy since the start; None if nothing counts them.
 
         The kernel counts in ticks of 10 ms, so the value of a short turn is imprecise.
         """
@@ -82,6 +83,8 @@ class LoadMeter:
 
     def _read(self) -> tuple[float, float] | None:
         """The time, and processor seconds of all other processes since the machine started."""
+        if self._pids is None:
+            return None
         try:
             machine = machine_ticks(Path("/proc/stat").read_text())
             workers = sum(process_ticks(Path(f"/proc/{pid}/stat").read_text()) for pid in self._pids)

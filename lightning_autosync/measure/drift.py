@@ -31,8 +31,6 @@ class DriftObservation(NamedTuple):
     """The facts of a trial that matter for drift; fields are None where unknown.
 
     Attributes:
-        run: run of the trial.
-        number: number of the trial.
         batch: number of the first trial in its batch.
         reference: seconds of a step of the reference, measured with that batch.
         seconds: measured seconds of a step of the trial's plan.
@@ -168,7 +166,6 @@ class DriftCorrection:
         """The correction from observed trials.
 
         Args:
-            observations: the trials.
             run: target run of the conversion.
             now: further turns of that run, such as those of a batch that is being measured.
         """

@@ -8,12 +8,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from lightning_autosync.documents import Configuration, Count
-from lightning_autosync.measure.session import Contender, ContenderError, reason
+from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
 from lightning_autosync.measure.step_time import Steps, relative_error, slowest_rank
 
 State = Literal["running", "complete", "pruned", "failed"]
@@ -70,22 +70,11 @@ class TrialSettings(Configuration):
         return self
 
 
-class Session(Protocol):
-    """The methods of `MeasurementSession` that are used here."""
-
-    def measure(self, contender: Contender, steps: int) -> Steps: ...
-
-    def live(self, contender: Contender) -> bool: ...
-
-    def take_down(self, contender: Contender) -> None: ...
-
-
 @dataclass(eq=False)
 class TrialMeasurement:
     """The measurement of one contender, turn by turn.
 
     Attributes:
-        contender: contender to measure.
         steps: seconds of the steps so far, by rank.
         turns: number of turns so far.
         state: ``running`` until it is decided.
@@ -134,7 +123,6 @@ class StoppingRule:
     that takes as long as a turn.
 
     Args:
-        settings: numbers of steps and the wanted precision.
         best: seconds of the fastest plan so far; None if there is none.
         reference: seconds of the reference plan, with which plans are compared until there is a best plan.
     """
@@ -196,7 +184,7 @@ class StoppingRule:
 
 
 def measure_in_turns(
-    session: Session,
+    session: MeasurementSession,
     measurements: Sequence[TrialMeasurement],
     rule: StoppingRule,
     warm_up: int,
@@ -205,9 +193,7 @@ def measure_in_turns(
     """Measure until every contender is decided. If one fails, the others keep their steps and continue.
 
     Args:
-        session: the workers.
         measurements: measurements to make; those that are decided already are skipped.
-        rule: decides when each is done.
         warm_up: number of steps after each set-up that are not counted.
         decided: called with each measurement when it has ended.
 
@@ -221,7 +207,7 @@ def measure_in_turns(
                 decided(measurement)
 
 
-def _take_turn(session: Session, measurement: TrialMeasurement, rule: StoppingRule, warm_up: int) -> None:
+def _take_turn(session: MeasurementSession, measurement: TrialMeasurement, rule: StoppingRule, warm_up: int) -> None:
     begin = time.perf_counter()
     try:
         if not session.live(measurement.contender):
@@ -236,7 +222,7 @@ def _take_turn(session: Session, measurement: TrialMeasurement, rule: StoppingRu
         session.take_down(measurement.contender)
 
 
-def _warm_up(session: Session, measurement: TrialMeasurement, rule: StoppingRule, steps: int) -> None:
+def _warm_up(session: MeasurementSession, measurement: TrialMeasurement, rule: StoppingRule, steps: int) -> None:
     """Make uncounted steps one by one; a plan that seems far slower than the best makes only one."""
     for _ in range(steps):
         found = max(of_rank[0] for of_rank in session.measure(measurement.contender, 1))

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_autosync.measure.interleaving import Session, TrialMeasurement
-from lightning_autosync.measure.session import Contender, ContenderError, reason
+from lightning_autosync.measure.interleaving import TrialMeasurement
+from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
 from lightning_autosync.plan import SyncPlan
 
 _STEPS = 2
@@ -23,12 +23,13 @@ class ReferencePlan:
     """The reference plan on live workers. If no plan runs, drift stays unknown.
 
     Args:
-        session: the workers.
         order: maps a plan to the arguments of `lightning_autosync.measure.replica_calls.set_up`, without the name.
         warm_up: number of steps after each set-up that are not counted.
     """
 
-    def __init__(self, session: Session, order: Callable[[SyncPlan], Mapping[str, Any]], warm_up: int) -> None:
+    def __init__(
+        self, session: MeasurementSession, order: Callable[[SyncPlan], Mapping[str, Any]], warm_up: int
+    ) -> None:
         self._session = session
         self._order = order
         self._warm_up = warm_up

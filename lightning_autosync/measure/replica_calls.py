@@ -47,7 +47,6 @@ def set_up(
     """Create a contender: DDP with the arguments ``ddp``, ``plan`` for ``workload``, or a ``hybrid`` plan.
 
     Args:
-        name: name of the contender.
         model: recipe of the module.
         sparse: whether the module's embeddings have sparse gradients.
         cluster: the machines; nodes may compute at different speeds.

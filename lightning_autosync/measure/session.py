@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Literal
 
 from typing_extensions import Self
@@ -20,10 +19,12 @@ from lightning_autosync.measure.emulation.check import LinkCheck, measured_links
 from lightning_autosync.measure.launches.launch import Launch
 from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.step_time import Steps
-from lightning_autosync.measure.workers import InputError, LaunchError, Pool, WorkerError, WorkerPool
+from lightning_autosync.measure.workers import InputError, LaunchError, WorkerError, WorkerPool
 from lightning_autosync.measure.workers.job_pool import JobPool, JobRank
 
 Scheduling = Literal["none", "batch"]
+Pool = WorkerPool | JobPool
+"""Live workers that call functions."""
 _log = logging.getLogger(__name__)
 
 
@@ -103,9 +104,7 @@ class MeasurementSession:
             self.links = measured_links(self._launch)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restart()
         self._stack.close()
 
@@ -192,9 +191,9 @@ class MeasurementSession:
                 "%s could not be removed from the workers: %s; stopping the workers", contender.name, reason(error)
             )
 
-    def watch_load(self) -> LoadMeter | None:
-        """Start to count the load of other processes on this machine; None if workers run elsewhere."""
-        return LoadMeter(self.pool.pids) if self._is_here else None
+    def watch_load(self) -> LoadMeter:
+        """Start to count the load of other processes, if all workers run on this machine."""
+        return LoadMeter(self.pool.pids if self._is_here else None)
 
     @contextmanager
     def _turn_of(self, contender: Contender) -> Iterator[None]:

@@ -25,10 +25,6 @@ def measure_timeline(
     The use of links is measured only on emulated links; otherwise the timeline has no links.
 
     Args:
-        plan: a plan for the workload on the cluster.
-        workload: variables and times.
-        cluster: cluster of the pool's workers.
-        pool: workers, one for each rank.
         warm_up: number of steps before the traced ones.
         steps: number of traced steps.
 
@@ -75,7 +71,6 @@ def timeline_of(schedule: Schedule, traces: Sequence[StepTrace], links: Mapping[
     ends when the last rank has the sum. Messages that no rank sent are left out.
 
     Args:
-        schedule: the schedule that ran.
         traces: [ranks] records of the step.
         links: busy share of each direction of a link; empty if not measured.
     """

@@ -49,7 +49,6 @@ class Synchronizer(ABC):
         ``optimizer.param_groups``.
 
         Args:
-            optimizer: the optimizer of the parameters.
             samples: size of the mini-batch, summed over micro-batches if gradients were accumulated.
         """
 

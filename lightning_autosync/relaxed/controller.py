@@ -25,7 +25,6 @@ class Controller:
     """Passes events to a coordinator and sends its commands, until closed. Rank 0 only.
 
     Args:
-        mesh: an open mesh.
         coordinator: a new coordinator, owned by the controller.
     """
 

@@ -21,7 +21,6 @@ class ModelTensors:
     """The tensors of a worker's model. Buffers are looked up each time, because modules may replace them.
 
     Attributes:
-        module: the model.
         parameters: trainable parameters, which are averaged.
     """
 

@@ -21,29 +21,19 @@ class PartialReduce(AveragingWorker):
     """A worker of a partial reduce.
 
     Args:
-        mesh: connects the workers; owned by the caller.
-        model: this worker's tensors, changed in place.
+        mesh: connects the workers, which are all its ranks; owned by the caller.
         settings: a consistency of mode ``partial_reduce``.
-        workers: number of workers, which are the first ranks of the mesh; by default all ranks.
-        timeout: seconds to wait for other workers, at a barrier or for a group.
-        stall: seconds without progress after which a group's average fails.
+        model, timeout, stall: as of `AveragingWorker`.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        model: ModelTensors,
-        settings: Consistency,
-        *,
-        workers: int | None = None,
-        timeout: float = 1800.0,
-        stall: float = 60.0,
+        self, mesh: Mesh, model: ModelTensors, settings: Consistency, *, timeout: float = 1800.0, stall: float = 60.0
     ) -> None:
         coordinator = None
         if mesh.rank == RANK:
             dynamic = settings.weighting == "dynamic"
             grouping = Grouping.of(settings)
-            coordinator = Coordinator(workers or mesh.size, grouping, dynamic=dynamic, timeout=timeout)
+            coordinator = Coordinator(mesh.size, grouping, dynamic=dynamic, timeout=timeout)
         super().__init__(mesh, model, coordinator, timeout, stall, settings.momentum == "average")
 
     def step(self, optimizer: Optimizer, samples: int) -> None:

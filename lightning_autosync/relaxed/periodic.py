@@ -59,30 +59,20 @@ class Periodic(AveragingWorker):
     kept across drains.
 
     Args:
-        mesh: connects the workers; owned by the caller.
-        model: this worker's tensors, changed in place.
+        mesh: connects the workers, which are all its ranks; owned by the caller.
         settings: a consistency of mode ``periodic``.
-        workers: number of workers, which are the first ranks of the mesh; by default all ranks.
-        timeout: seconds to wait for other workers, at a barrier or for an average.
-        stall: seconds without progress after which an average fails.
+        model, timeout, stall: as of `AveragingWorker`.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        model: ModelTensors,
-        settings: Consistency,
-        *,
-        workers: int | None = None,
-        timeout: float = 1800.0,
-        stall: float = 60.0,
+        self, mesh: Mesh, model: ModelTensors, settings: Consistency, *, timeout: float = 1800.0, stall: float = 60.0
     ) -> None:
         assert settings.period is not None
         coordinator = None
         if mesh.rank == RANK:
             period = AdaptivePeriod(settings.period, settings.overhead, LONGEST) if settings.overhead else None
             grouping = Grouping(None, isolation=IsolationGuard(None))
-            coordinator = Coordinator(workers or mesh.size, grouping, atomic=True, timeout=timeout, period=period)
+            coordinator = Coordinator(mesh.size, grouping, atomic=True, timeout=timeout, period=period)
         super().__init__(mesh, model, coordinator, timeout, stall, settings.momentum == "average")
         self._period, self._adapts = settings.period, settings.overhead is not None
         self._warmup = settings.warmup or 0

@@ -18,8 +18,7 @@ from lightning_autosync.measure.launches.settings import LaunchSettings, SlurmSe
 from lightning_autosync.measure.launches.slurm import results, submit, tasks_of
 from lightning_autosync.measure.workers import WorkerError, WorkerPool
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.training.result import TrainingResult
-from lightning_autosync.training.settings import TrainingSettings
+from lightning_autosync.training.settings import TrainingResult, TrainingSettings
 
 START_TIMEOUT = 120.0
 """Seconds in which all ranks must start."""
@@ -34,7 +33,7 @@ def run_job(settings: TrainingSettings, directory: Path) -> TrainingResult | Non
     Raises:
         AutoSyncError: settings do not fit, ranks cannot be started, or a rank failed.
     """
-    cluster = None if settings.cluster is None else make_cluster(settings)
+    cluster = None if settings.cluster is None else make_cluster(settings, settings.ranks)
     request = {
         "settings": settings.model_dump(mode="json"),
         "directory": str(directory.absolute()),

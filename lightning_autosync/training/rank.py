@@ -30,8 +30,7 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
 from lightning_autosync.strategy.settings import PlanOfFile
 from lightning_autosync.targets import make, make_arguments
-from lightning_autosync.training.result import TrainingResult
-from lightning_autosync.training.settings import TrainingSettings
+from lightning_autosync.training.settings import TrainingResult, TrainingSettings
 
 
 class BenchModule(L.LightningModule):
@@ -40,7 +39,6 @@ class BenchModule(L.LightningModule):
     Parameters have the same names as in the bench, so that plans from there fit.
 
     Args:
-        model: the recipe of the model.
         world_size: number of ranks, each with its own batches.
     """
 
@@ -105,7 +103,6 @@ class RankTraining:
     """The training of one rank.
 
     Attributes:
-        settings: settings of the training.
         directory: folder for the Trainer's output.
         nodes: number of nodes in the job, for Lightning.
         devices: number of ranks per node, for Lightning.

@@ -1,14 +1,13 @@
-"""The configuration of a training: model, data, synchronization, launch, and the Trainer's arguments."""
+"""The configuration of a training (model, data, synchronization, launch, the Trainer's arguments), and its result."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
-from lightning_autosync.cluster import Rate
-from lightning_autosync.documents import Configuration, Index, Record, describe_validation_error
-from lightning_autosync.measure.launches.settings import AnyLaunch, LaunchSettings
+from lightning_autosync.documents import Count, Duration, Index, Metric, Record, Result, describe_validation_error
+from lightning_autosync.measure.launches.settings import AnyLaunch, ClusterSettings, LaunchSettings, needs_cluster
 from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.plan import Semantics
 
@@ -38,8 +37,8 @@ class Synchronization(Record):
         return self
 
 
-class TrainingSettings(Configuration):
-    """Settings of one training.
+class TrainingSettings(ClusterSettings):
+    """Settings of one training; without a cluster on one machine with ``ranks`` devices.
 
     Attributes:
         model: ``_target_`` (a LightningModule) and its arguments, or a bench model (``kind``). A ``data`` key in it has
@@ -47,10 +46,6 @@ class TrainingSettings(Configuration):
         data: ``_target_`` (a LightningDataModule) and its arguments; None if the model or its module has its own data.
         sync: synchronization of gradients.
         launch: launcher of the ranks.
-        cluster: a cluster document; None for one machine with ``ranks`` devices.
-        cluster_scale: factor on all rates of the cluster.
-        cluster_fastest: bytes/s of the cluster's fastest link, instead of the factor.
-        rank_order: order of the ranks on the nodes, as for a bench.
         ranks: number of ranks without a cluster; None for 2, or the size of an already launched job.
         trainer: arguments of Lightning's Trainer; values with ``_target_`` are instantiated.
         seed: seed of torch, numpy and Python on every rank.
@@ -64,10 +59,6 @@ class TrainingSettings(Configuration):
     data: dict[str, Any] | None = None
     sync: Synchronization = Synchronization()
     launch: AnyLaunch = LaunchSettings()
-    cluster: dict[str, Any] | None = None
-    cluster_scale: PositiveFloat = 1.0
-    cluster_fastest: Rate | None = None
-    rank_order: Literal["natural", "interleaved"] = "natural"
     ranks: PositiveInt | None = None
     trainer: dict[str, Any] = Field(default_factory=dict)
     seed: Index = 0
@@ -128,12 +119,38 @@ class TrainingSettings(Configuration):
     def _check(self) -> TrainingSettings:
         if self.module is None and self.data is not None:
             raise ValueError(f"data: a model of kind '{self.model['kind']}' makes its own batches; leave data out")
-        changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
-        if self.cluster is None and changed:
-            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
         if self.cluster is None and self.launch.kind in ("emulated", "ssh"):
-            example = (
-                "fat_node_star" if self.launch.kind == "emulated" else "FILE (a cluster with an address for every node)"
-            )
-            raise ValueError(f"cluster: missing; launch={self.launch.kind} needs one, for example cluster={example}")
+            raise ValueError(needs_cluster(self.launch.kind))
         return self
+
+
+class TrainingResult(Result):
+    """``autosync-training/1``: the result of a training.
+
+    Attributes:
+        emulated: whether ``links`` were emulated and ``compute`` was paced.
+        cluster, plan: documents; None if there is none.
+        strategy: ``autosync`` or ``ddp``.
+        metrics: last values of the metrics that the model logged.
+        epochs, steps: numbers of epochs and of optimizer steps.
+        seconds: seconds of the whole training.
+        median_step_seconds: see `lightning_autosync.training.rank.median_step`.
+        step_seconds_by_rank: [ranks][steps] seconds of each step.
+        checkpoint: path of the best checkpoint; None if there is none.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-training/1"
+
+    settings: TrainingSettings
+    emulated: dict[str, bool]
+    cluster: dict[str, Any] | None
+    world_size: Count
+    strategy: str
+    plan: dict[str, Any] | None
+    metrics: dict[str, Metric]
+    epochs: Index
+    steps: Index
+    seconds: Duration
+    median_step_seconds: Duration | None
+    step_seconds_by_rank: tuple[tuple[Duration, ...], ...]
+    checkpoint: str | None

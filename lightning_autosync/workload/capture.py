@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,33 +28,22 @@ from lightning_autosync.workload.preservation import preserved
 from lightning_autosync.workload.spec import Variable, Workload, is_row_sparse
 
 
-class Clock(Protocol):
-    """Takes marks while work is in progress; the marks are read after the work has ended."""
+class Clock:
+    """Takes marks while work is in progress, which are read after the work; for work that ends with its call."""
 
     def mark(self) -> Any:
         """Mark the current point of the work, without waiting for it."""
+        return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another."""
+        return float(end - start)
 
     def synchronize(self) -> None:
         """Wait for all work; marks can be read afterwards."""
 
 
-class HostClock:
-    """A clock for work that has ended when its call returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def synchronize(self) -> None:
-        return None
-
-
-class DeviceClock:
+class DeviceClock(Clock):
     """A clock for work queued on a device: marks are timing events in its current stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +65,7 @@ class DeviceClock:
 
 def clock_of(device: torch.device) -> Clock:
     """The clock for work on ``device``."""
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
+    return Clock() if device.type == "cpu" else DeviceClock(device)
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_autosync.errors import WorkloadError
+from lightning_autosync.workload import models
 from lightning_autosync.workload.layers import LayerTrace
-from lightning_autosync.workload.models import (
-    bert_base,
-    bert_large,
-    densenet121,
-    densenet169,
-    densenet201,
-    gpt,
-    inception_v3,
-    ncf,
-    resnet50,
-    resnet101,
-    vgg16,
-)
 from lightning_autosync.workload.spec import Workload
 
 FLOPS_PER_SECOND = 5e12
@@ -30,17 +18,9 @@ FLOPS_PER_SECOND = 5e12
 _MODELS: dict[str, Callable[..., LayerTrace]] = {
     model.__name__: model
     for model in (
-        vgg16,
-        resnet50,
-        resnet101,
-        densenet121,
-        densenet169,
-        densenet201,
-        inception_v3,
-        bert_base,
-        bert_large,
-        gpt,
-        ncf,
+        *(models.vgg16, models.resnet50, models.resnet101),
+        *(models.densenet121, models.densenet169, models.densenet201, models.inception_v3),
+        *(models.bert_base, models.bert_large, models.gpt, models.ncf),
     )
 }
 

@@ -57,7 +57,7 @@ def _remember(objects: tuple[Any, ...], undo: ExitStack, seen: set[int]) -> None
         if isinstance(value, Tensor):
             undo.callback(_remember_tensor(value))
         elif isinstance(value, torch.Generator):
-            undo.callback(_remember_generator(value))
+            undo.callback(value.set_state, value.get_state())
         elif isinstance(value, nn.Module | Optimizer):
             pending.append(vars(value))
         elif isinstance(value, dict):
@@ -86,15 +86,6 @@ def _remember_tensor(tensor: Tensor) -> Undo:
                 tensor.detach_()
             tensor.requires_grad_(requires_grad)
             tensor.grad = gradient
-
-    return restore
-
-
-def _remember_generator(generator: torch.Generator) -> Undo:
-    state = generator.get_state()
-
-    def restore() -> None:
-        generator.set_state(state)
 
     return restore
 

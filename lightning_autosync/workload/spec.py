@@ -91,7 +91,6 @@ class Workload(Document):
     """The computation times of a model's training step, and the variables that it synchronizes.
 
     Attributes:
-        name: name of the model.
         variables: the trainable parameters in ``named_parameters()`` order; a tied parameter occurs once.
         forward_time: seconds of the forward pass; 0 if unknown.
         backward_time: seconds of the backward pass; 0 if unknown.

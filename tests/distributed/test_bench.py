@@ -13,9 +13,8 @@ import forked
 import pytest
 
 from lightning_autosync.measure import conditions
-from lightning_autosync.measure.bench.document import BenchDocument
 from lightning_autosync.measure.bench.preparation import prepare
-from lightning_autosync.measure.bench.result import BenchResult
+from lightning_autosync.measure.bench.result import BenchDocument, BenchResult
 from lightning_autosync.measure.bench.run import play, run_bench
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.session import MeasurementSession

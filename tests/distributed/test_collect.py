@@ -10,7 +10,7 @@ import pytest
 
 from lightning_autosync.cli.collect import collect
 from lightning_autosync.lab.collection import collector
-from lightning_autosync.lab.collection.result import CollectionResult
+from lightning_autosync.lab.collection.settings import CollectionResult
 from lightning_autosync.learned.dataset import Dataset
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.workers import LaunchError

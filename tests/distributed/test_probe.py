@@ -12,8 +12,7 @@ import pytest
 from lightning_autosync.cli.probe import probe, run_probe
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.measure.emulation import netns
-from lightning_autosync.measure.probe.document import ProbeDocument
-from lightning_autosync.measure.probe.settings import ProbeSettings
+from lightning_autosync.measure.probe.settings import ProbeDocument, ProbeSettings
 from lightning_autosync.measure.probe.table import link_rows
 from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.replay import Constants

@@ -23,8 +23,7 @@ from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.training.job import run_job
 from lightning_autosync.training.rank import RankTraining, train_rank
-from lightning_autosync.training.result import TrainingResult
-from lightning_autosync.training.settings import TrainingSettings
+from lightning_autosync.training.settings import TrainingResult, TrainingSettings
 from lightning_autosync.workload import Variable, Workload
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_autosync.cli.validate import validate
+from lightning_autosync.lab.validation.accuracy import ValidationResult
 from lightning_autosync.lab.validation.measuring import load_measurements
-from lightning_autosync.lab.validation.result import ValidationResult
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.replay import Constants

@@ -32,7 +32,6 @@ class Surroundings:
     """State shared by all values of one split model.
 
     Attributes:
-        mesh: the mesh of the ranks.
         streams: the ranks' random numbers.
         record: what the current pass did, to be compared between ranks.
         buffers: the model's buffers, which ranks compare before a pass.
@@ -139,8 +138,6 @@ class Activation(Tensor):
 
     Attributes:
         local: the rank's part.
-        placement: layout of the value.
-        surroundings: surroundings of the split model.
         retained: the gradient, in the home layout, after `retain_grad` and a backward pass.
     """
 

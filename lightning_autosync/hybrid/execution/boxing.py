@@ -20,9 +20,7 @@ def change_layout(value: Tensor, source: Layout, states: Sequence[State], mesh: 
 
     Args:
         value: this rank's part in the layout ``source``.
-        source: layout of the value.
         states: states of the result; axes and parts stay.
-        mesh: the mesh.
     """
     for move in moves(source, tuple(states), mesh.sizes):
         value = _Change.apply(value, move, mesh)

@@ -17,7 +17,6 @@ def model_state(split: SplitModel, keep: bool) -> dict[str, Any]:
     """The ``state_dict()`` of the unsplit module, on the CPU; collective.
 
     Args:
-        split: the split model.
         keep: whether to return it on this rank; other ranks return an empty one.
 
     Raises:
@@ -34,11 +33,7 @@ def model_state(split: SplitModel, keep: bool) -> dict[str, Any]:
 
 
 class SavedCuts:
-    """Finds the parts of split parameters among the tensors of a ``state_dict()``, which may be copies.
-
-    Args:
-        split: the split model.
-    """
+    """Finds the parts of split parameters among the tensors of a ``state_dict()``, which may be copies."""
 
     def __init__(self, split: SplitModel) -> None:
         by_parameter = {part.parameter: part for part in split.parts.values() if part.shard.cuts}
@@ -79,8 +74,6 @@ def optimizer_state(split: SplitModel, optimizer: Optimizer, keep: bool) -> dict
     """The ``state_dict()`` of an optimizer of the unsplit module, on the CPU; collective.
 
     Args:
-        split: the split model.
-        optimizer: an optimizer of its parameters.
         keep: whether to return it on this rank; other ranks return an empty one.
 
     Raises:

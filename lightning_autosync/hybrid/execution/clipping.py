@@ -15,7 +15,6 @@ def gradient_norm(split: SplitModel, parameters: Iterable[nn.Parameter]) -> Tens
     """[] the Euclidean norm of the whole gradient of parameters that may be cut; collective.
 
     Args:
-        split: the split model.
         parameters: the same parameters on all ranks. Those that are not the model's are assumed to be equal on all
             ranks.
     """

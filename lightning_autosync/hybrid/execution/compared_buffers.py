@@ -25,9 +25,6 @@ class ComparedBuffers:
 
     In the first pass of training and of evaluation, and for buffers that a pass changed on any rank, each use is
     compared.
-
-    Args:
-        mesh: the mesh of the ranks.
     """
 
     def __init__(self, mesh: LiveMesh) -> None:
@@ -52,8 +49,6 @@ class ComparedBuffers:
 
         Args:
             number: a number that ranks compare.
-            device: device of the message.
-            training: whether the pass is one of training.
 
         Returns:
             Whether ``number`` is the same on all ranks.

@@ -19,8 +19,6 @@ class _Copies:
     """Parts of which the same ranks have copies.
 
     Attributes:
-        check: the comparison among these ranks.
-        parts: the parts, by name of the parameter.
         trained: those that train, by name.
         frozen: the others.
     """
@@ -38,7 +36,6 @@ class CopyChecks:
     ``max_norm`` and parameters that the module tells DDP to ignore are left out, as in data parallelism.
 
     Args:
-        split: the split model.
         every: number of reductions between comparisons, as of `ReplicaCheck`.
     """
 

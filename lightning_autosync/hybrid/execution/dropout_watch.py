@@ -32,11 +32,7 @@ _BITS = 40
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Disables dropout within the block. It changes attributes of the module, which the caller must restore.
-
-    Args:
-        module: the model.
-    """
+    """Disables dropout within the block. It changes attributes of the module, which the caller must restore."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -38,7 +38,6 @@ class Task:
     Attributes:
         step: function that runs the module on this rank's batch and returns the loss.
         optimizers: function that makes optimizers for the current parameters of the module.
-        batch: the batch of ``step``.
         narrowed: the dtype to which autocast narrows numbers within ``step``; None if it does not.
     """
 
@@ -74,7 +73,6 @@ class Expectation:
         norms: norms of the whole gradients by parameter.
         updates: changes of the weights by parameter, after two optimizer steps with ``gradients``.
         buffers: buffers after the step, by name.
-        narrowed: as of the task.
     """
 
     loss: float = math.nan

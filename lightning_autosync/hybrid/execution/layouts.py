@@ -74,7 +74,6 @@ class Move(NamedTuple):
     Attributes:
         kind: operation on the value.
         back: operation on the gradient.
-        dimension: dimension of the mesh.
         take: position of the blocks that are cut or summed.
         put: position at which received blocks are put.
         scale: scale of the gradient, for the step from a rank's own loss to the mean loss or back.
@@ -129,7 +128,6 @@ def moves(source: Layout, states: tuple[State, ...], sizes: tuple[int, ...]) -> 
     slowest links, carry the smallest values.
 
     Args:
-        source: layout of the value.
         states: new states; axes and parts stay.
         sizes: sizes of the dimensions of the mesh.
     """

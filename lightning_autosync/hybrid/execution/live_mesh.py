@@ -22,7 +22,6 @@ class Line:
 
     Attributes:
         group: their process group.
-        size: number of ranks.
         order: rank in ``group`` for each position; None if they are equal. They may differ because process groups sort
             their ranks.
     """
@@ -36,13 +35,10 @@ class LiveMesh:
     """This rank's coordinates in the mesh of a plan, and its groups of ranks along the dimensions.
 
     Args:
-        plan: the plan.
         members: rank in the job of each of the plan's ranks; by default they are the same.
-        timeout: timeout of collectives.
 
     Attributes:
         sizes: sizes of the dimensions.
-        coordinates: coordinates of this rank.
 
     Raises:
         PlanError: the plan is for another number of ranks.
@@ -114,9 +110,7 @@ def mesh_groups(plan: HybridPlan, members: Sequence[int], timeout: timedelta | N
     """The process groups that a plan needs; collective among all ranks of the job, including those without a place.
 
     Args:
-        plan: the plan.
         members: rank in the job of each of the plan's ranks.
-        timeout: timeout of collectives.
     """
     found: Groups = {}
     # Sorted, because all ranks must create process groups in the same order.

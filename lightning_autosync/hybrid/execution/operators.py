@@ -23,8 +23,6 @@ class SplitOperator:
 
     Args:
         module: the operator, whose parameters are this rank's parts.
-        layer: layer of the plan.
-        around: surroundings of the model.
     """
 
     casts = False

@@ -17,7 +17,6 @@ class Draw(NamedTuple):
 
     Attributes:
         place: the rank's part of the value, as in `RandomStreams.place`.
-        digest: digest of the numbers.
         chance: whether another draw might be equal by chance.
     """
 
@@ -40,7 +39,6 @@ class RandomStreams:
     Args:
         seed: seed, the same on all ranks.
         coordinates: coordinates of this rank in the mesh.
-        device: device of the values.
 
     Attributes:
         heard: if set to a list, each draw for values in another layout than the home layout is appended to it.
@@ -77,7 +75,6 @@ class RandomStreams:
         """Context of one draw for a value in a layout with these states.
 
         Args:
-            states: the states.
             dropout: probability of the dropout for which numbers are drawn; if it is 0, there is no draw.
         """
         if not dropout:

@@ -50,10 +50,6 @@ class GradientReduction:
 
     A rank's gradients are those of its own loss, or of the mean loss along dimensions where samples were gathered (see
     `layouts`). So their mean over replicas is the gradient of the mean loss of all ranks.
-
-    Args:
-        split: the split model.
-        settings: settings of the reduction; None takes the defaults.
     """
 
     def __init__(self, split: SplitModel, settings: ReductionSettings | None = None) -> None:
@@ -200,7 +196,6 @@ def replicas_cluster(
     Other sets use the same links at the same time, so each set gets a share of a link's rate.
 
     Args:
-        plan: the hybrid plan.
         dimensions: dimensions along which the replicas differ.
         ranks: ranks of the set.
         cluster: cluster of all ranks; None if unknown.

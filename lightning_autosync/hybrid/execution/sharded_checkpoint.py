@@ -35,7 +35,6 @@ class ShardedTensorView(Tensor):
 
     Args:
         part: [local shape] the rank's part.
-        shard: position of the part.
     """
 
     _part: Tensor
@@ -109,8 +108,6 @@ def save_sharded(
 
     Args:
         folder: a folder that all ranks can access.
-        module: the model.
-        optimizers: optimizers of its parameters.
         split: the split model of the module; None if the module is whole on every rank.
 
     Raises:
@@ -136,8 +133,6 @@ def load_model(
 
     Args:
         folder: as in `save_sharded`, like ``module`` and ``split``.
-        module: the model.
-        split: the split model of the module.
         others: the module's `other_state`, which is loaded as well.
         strict: as of ``load_state_dict``.
 

@@ -16,7 +16,6 @@ class Cut(NamedTuple):
     """The cut of one axis.
 
     Attributes:
-        axis: the axis.
         parts: number of results that follow each other along the axis, each of which is cut by itself.
         dimensions: dimensions of the mesh that cut each part: the first one into blocks, the next one each block, and
             so on.

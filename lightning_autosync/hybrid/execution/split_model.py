@@ -52,8 +52,6 @@ class SplitModel:
 
     Args:
         module: the module on its device, with the same weights on every rank; it does not change before `split`.
-        plan: plan for the module.
-        mesh: mesh of the ranks.
         seed: seed of random numbers in forward passes; the same on all ranks.
         source: name of the plan in errors.
 
@@ -231,7 +229,6 @@ def _refuse_differences(found: list[Any], names: list[str]) -> None:
 
     Args:
         found: what `SplitModel._agree` compares, of every rank.
-        names: names of the parameters.
     """
     rank = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
     shapes, trained, calls, _, buffers, inputs = found[rank]

@@ -20,7 +20,6 @@ def trial_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iter
     their steps there.
 
     Args:
-        optimizer: the optimizer.
         parameters: the parameters that have gradients. They are not restored.
     """
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -35,17 +35,9 @@ _FAR = 3.0
 _PACKAGES = ("lightning-autosync", "torch", "numpy")
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The measurement of a batch of plans.
-
-    Attributes:
-        steps: by plan, seconds of each step of the slowest rank.
-        foreign_cores: number of cores that other processes kept busy; None if unknown.
-    """
-
-    steps: Sequence[Sequence[float]]
-    foreign_cores: float | None
+_Measured = tuple[Sequence[Sequence[float]], float | None]
+"""By plan of a batch, seconds of each step of the slowest rank; and the number of cores that other processes kept busy,
+None if unknown."""
 
 
 @dataclass
@@ -70,13 +62,7 @@ class Progress:
 
 
 class Collector:
-    """Measures the pairs that a dataset lacks or has only with disturbed measurements.
-
-    Args:
-        settings: settings of the collection.
-        constants: constants of the hosts, for the replay.
-        writer: writer of the dataset.
-    """
+    """Measures the pairs that a dataset lacks or has only with disturbed measurements."""
 
     def __init__(self, settings: CollectionSettings, constants: Constants, writer: Writer) -> None:
         self.progress = Progress()
@@ -146,7 +132,9 @@ class Collector:
         self.progress.measured += len(missing)
         self.progress.disturbed += len(missing) * entries[0].conditions.disturbed
 
-    def _measure_batch(self, session: MeasurementSession, combination: Combination, drafts: list[DrawnPlan]) -> Batch:
+    def _measure_batch(
+        self, session: MeasurementSession, combination: Combination, drafts: list[DrawnPlan]
+    ) -> _Measured:
         start, settings = time.perf_counter(), self._settings
         min_steps, max_steps = settings.steps
         budget = StepBudget(settings.warm_up, settings.seconds, min_steps, max_steps, _FAR * settings.seconds)
@@ -159,19 +147,18 @@ class Collector:
             budget=asdict(budget),
             timeout=settings.timeout,
         )
-        foreign = None if load is None else load.foreign_cores()
-        batch = Batch([slowest_rank(steps) for steps in zip(*by_rank, strict=True)], foreign)
+        foreign, by_plan = load.foreign_cores(), [slowest_rank(steps) for steps in zip(*by_rank, strict=True)]
         self.progress.measuring += time.perf_counter() - start
         self.progress.stepping += sum(
-            sum(taken) / len(taken) * (len(taken) + self._settings.warm_up) for taken in batch.steps
+            sum(taken) / len(taken) * (len(taken) + self._settings.warm_up) for taken in by_plan
         )
-        return batch
+        return by_plan, foreign
 
     def _entries(
-        self, combination: Combination, drafts: list[DrawnPlan], batch: Batch, environment: dict[str, Any]
+        self, combination: Combination, drafts: list[DrawnPlan], batch: _Measured, environment: dict[str, Any]
     ) -> Iterator[Entry]:
         """The samples of a batch, the reference plan's first."""
-        foreign = batch.foreign_cores
+        by_plan, foreign = batch
         conditions = Conditions(
             environment=environment,
             seed=self._settings.seed,
@@ -180,8 +167,8 @@ class Collector:
             disturbed=foreign is not None and foreign > self._settings.quiet,
             measured_at=int(time.time()),
         )
-        reference = statistics.median(batch.steps[0])
-        for draft, steps in zip(drafts, batch.steps, strict=True):
+        reference = statistics.median(by_plan[0])
+        for draft, steps in zip(drafts, by_plan, strict=True):
             plan = SyncPlan.from_dict(draft.plan)
             sample = Sample(
                 combination.workload,

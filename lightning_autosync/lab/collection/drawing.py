@@ -119,10 +119,7 @@ def evolve(space: PlanSpace, price: Callable[[SyncPlan], float], random: Random,
     """At most ``count`` distinct points from an evolutionary search: half of them the best, half random others.
 
     Args:
-        space: space of the points.
         price: predicts the seconds of a step.
-        random: random generator.
-        count: number of wanted points.
     """
     found: dict[tuple[object, ...], tuple[float, Genome]] = {}
 
@@ -165,7 +162,6 @@ class DrawnPlan:
     """A plan to measure.
 
     Attributes:
-        key: key of the pair.
         kind: how the plan was drawn.
         text: plan as canonical JSON, which needs far less memory than a `SyncPlan`.
         replayed: seconds of a step, as predicted by the replay.

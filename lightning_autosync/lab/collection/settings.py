@@ -1,13 +1,13 @@
-"""Settings of a collection: the number of pairs, their workloads, clusters and plans, and how to measure them."""
+"""Settings of a collection (the pairs, their workloads, clusters and plans, how to measure them), and its result."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.documents import Configuration, Index, Record
+from lightning_autosync.documents import Configuration, Index, Record, Result
 
 Range = tuple[PositiveFloat, PositiveFloat]
 
@@ -107,3 +107,27 @@ class CollectionSettings(Configuration):
             if least > most:
                 raise ValueError(f"{name}: least ({least}) is above most ({most})")
         return self
+
+
+class CollectionResult(Result):
+    """``autosync-collection/1``: what one run of ``autosync collect`` did.
+
+    Attributes:
+        dataset: absolute path of the dataset.
+        pairs: number of pairs in the dataset after the run.
+        seconds: seconds of the run.
+        measured, disturbed, failed, drawing, measuring, stepping: as in the collector's `Progress`.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-collection/1"
+
+    settings: CollectionSettings
+    dataset: str
+    pairs: Index
+    seconds: float
+    measured: Index
+    disturbed: Index
+    failed: tuple[dict[str, str], ...]
+    drawing: float
+    measuring: float
+    stepping: float

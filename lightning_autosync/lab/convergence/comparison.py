@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from lightning_autosync.cluster import ClusterSpec
@@ -74,7 +74,7 @@ def prepare(settings: ConvergenceSettings) -> Prepared:
         DocumentError: cluster and workers do not match, or a method is wrong.
     """
     workload = describe(settings.task.module(), name=settings.task.kind)
-    cluster = make_cluster(settings)
+    cluster = make_cluster(settings, settings.workers if settings.cluster is None else None)
     if cluster.world_size != settings.workers:
         raise DocumentError(
             f"workers: {settings.workers} requested, but cluster '{cluster.name}' has {cluster.world_size} devices"
@@ -120,23 +120,14 @@ class _Comparison:
             workload=self._workload.to_dict(),
             cluster=self._cluster.to_dict(),
             straggler={"slowdowns": [slowdown.model_dump() for slowdown in settings.speeds[speed]]},
-            budget=asdict(
-                TrainingBudget(
-                    settings.pace,
-                    settings.steps,
-                    settings.limit,
-                    settings.target,
-                    settings.patience,
-                    settings.interval,
-                )
-            ),
+            budget={field.name: getattr(settings, field.name) for field in fields(TrainingBudget)},
             rate=rate,
             momentum=settings.momentum,
             seed=seed,
             key=f"training-{self._count}",
             timeout=settings.timeout,
         )
-        run = _joined(found, name, speed, seed, rate, settings.target, None if load is None else load.foreign_cores())
+        run = _joined(found, name, speed, seed, rate, settings.target, load.foreign_cores())
         run = replace(run, groups=_joined_groups(found, self._plans[name].consistency.isolation or BOUND))
         reached = "" if run.reached is None else f", {settings.target:g} % after {run.reached:.2f} s"
         _log.info(

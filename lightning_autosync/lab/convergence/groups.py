@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.measure.figures import numbers_table
 from lightning_autosync.measure.interleaving import alternating_rounds
 from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.workers import WorkerPool
@@ -49,9 +49,9 @@ def main(rate: str | None = None) -> None:
             for megabytes in MEGABYTES
         ]
     links = "loopback" if rate is None else f"emulated links of {rate}"
-    table = Table(title=f"average of a group, {RANKS} processes on {links}, {ROUNDS} rounds in turns")
-    for heading in ("members", "MB", "mesh, ms", "cached gloo, ms", "mesh / gloo", "quartiles"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = f"average of a group, {RANKS} processes on {links}, {ROUNDS} rounds in turns"
+    headings = ("members", "MB", "mesh, ms", "cached gloo, ms", "mesh / gloo", "quartiles")
+    table = numbers_table(title, (), headings)
     for size, megabytes, rounds in rows:
         ratios = sorted(mesh / gloo for mesh, gloo in rounds)
         low, middle, high = statistics.quantiles(ratios, n=4)

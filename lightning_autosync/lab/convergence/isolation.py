@@ -15,6 +15,7 @@ from lightning_autosync.documents import Result
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.convergence.comparison import prepare
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
+from lightning_autosync.measure.figures import numbers_table
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
 from lightning_autosync.plan import Consistency
 from lightning_autosync.relaxed.grouping import BOUND, Grouped, Grouping, IsolationGuard, unconnected_windows
@@ -99,7 +100,6 @@ class IsolationRow:
     """The statistics of a method under some speeds.
 
     Attributes:
-        speed, method: names of the speeds and of the method.
         ruled: statistics with the rule that groups must connect all workers.
         free: statistics without the rule: first come, first served.
     """
@@ -180,11 +180,9 @@ def survey_table(survey: IsolationResult) -> Table:
     """One row per method and speed."""
     settings = survey.settings
     assert settings.isolation is not None
-    table = Table(title=f"{settings.isolation.groups} groups of {settings.workers} workers, {settings.seeds} seeds")
-    for heading in ("speeds", "method"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("forced", "windows", "apart", "idle", "apart, no rule", "idle, no rule", "points of idle time"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = f"{settings.isolation.groups} groups of {settings.workers} workers, {settings.seeds} seeds"
+    headings = ("forced", "windows", "apart", "idle", "apart, no rule", "idle, no rule", "points of idle time")
+    table = numbers_table(title, ("speeds", "method"), headings)
     for row in survey.rows:
         ruled, free = row.ruled, row.free
         table.add_row(

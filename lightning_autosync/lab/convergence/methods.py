@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,21 @@ from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.workload import Workload, variable_names
 
 
+class PlannedJob(NamedTuple):
+    """A plan and the job that it is for; ``timeout`` is the seconds to wait for other ranks."""
+
+    plan: SyncPlan
+    workload: Workload
+    cluster: ClusterSpec
+    timeout: float
+
+
 class SyncMethod(ABC):
     """A replica and its synchronization with the other replicas.
 
     Attributes:
         synchronous: whether all workers must make the same number of steps.
         forward: module that computes the logits.
-        optimizer: optimizer of the replica.
         groups: groups of a partial reduce in which this replica took part.
     """
 
@@ -111,18 +119,10 @@ class DDPMethod(SynchronousMethod):
 class PlanMethod(SynchronousMethod):
     """A synchronous plan that the engine executes."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        plan: SyncPlan,
-        workload: Workload,
-        cluster: ClusterSpec,
-        timeout: float,
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizer: Optimizer, job: PlannedJob) -> None:
         self.forward, self.optimizer = module, optimizer
-        schedule = compile_plan(plan, workload, cluster)
-        self._engine = Engine(variable_names(module), schedule, cluster=cluster, timeout=timeout)
+        schedule = compile_plan(job.plan, job.workload, job.cluster)
+        self._engine = Engine(variable_names(module), schedule, cluster=job.cluster, timeout=job.timeout)
 
     def close(self) -> None:
         dist.barrier()
@@ -137,18 +137,10 @@ class RelaxedMethod(SyncMethod):
 
     synchronous = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        plan: SyncPlan,
-        workload: Workload,
-        cluster: ClusterSpec,
-        store: dist.Store,
-        timeout: float,
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizer: Optimizer, job: PlannedJob, store: dist.Store) -> None:
         self.forward, self.optimizer = module, optimizer
         self.groups: list[WorkerGroup] = []
+        plan, workload, cluster, timeout = job
         place = dist.get_rank(), dist.get_world_size()
         self._mesh = Mesh.open(store, *place, secret=common_secret(), timeout=timeout)
         try:
@@ -187,35 +179,20 @@ class RelaxedMethod(SyncMethod):
 
 
 def open_method(
-    method: MethodSettings,
-    module: nn.Module,
-    rate: float,
-    momentum: float,
-    plan: SyncPlan,
-    workload: Workload,
-    cluster: ClusterSpec,
-    store: dist.Store,
-    timeout: float,
+    method: MethodSettings, module: nn.Module, rate: float, momentum: float, job: PlannedJob, store: dist.Store
 ) -> SyncMethod:
-    """Open the method that trains a replica; collective.
+    """Open the method that trains a replica with this learning rate; collective.
 
     Args:
-        method: settings of the method.
-        module: the replica.
-        rate: learning rate.
-        momentum: momentum of the SGD.
-        plan: plan of the method; kinds ``ddp`` and ``zero`` do not use it.
-        workload: variables of the module.
-        cluster: cluster of the ranks.
+        job: job with the method's plan, which kinds ``ddp`` and ``zero`` do not use.
         store: store for this training only.
-        timeout: seconds to wait for other ranks.
     """
     if method.kind != "plan":
         return DDPMethod(module, rate, momentum, zero=method.kind == "zero")
     optimizer = SGD(module.parameters(), lr=rate, momentum=momentum)
-    if plan.has_schedule:
-        return PlanMethod(module, optimizer, plan, workload, cluster, timeout)
-    return RelaxedMethod(module, optimizer, plan, workload, cluster, store, timeout)
+    if job.plan.has_schedule:
+        return PlanMethod(module, optimizer, job)
+    return RelaxedMethod(module, optimizer, job, store)
 
 
 def tensor_bytes(values: Iterable[Any]) -> int:

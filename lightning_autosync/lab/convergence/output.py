@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_autosync.lab.convergence.result import ConvergenceResult, Summary
 from lightning_autosync.measure.conditions import BUSY_CORES
-from lightning_autosync.measure.figures import save_figure
+from lightning_autosync.measure.figures import numbers_table, save_figure
 
 FEW = 5
 """Maximum number of times that are shown one by one. Of more times, only the shortest and the longest are shown."""
@@ -21,13 +21,11 @@ FEW = 5
 def result_table(result: ConvergenceResult, speed: str) -> Table:
     """One row per method under some speeds; the reference is bold."""
     timed = result.settings.target is not None
-    table = Table(title=title(result, speed))
-    table.add_column("method", no_wrap=True)
     headings = ["rate", "runs", "final %", "points"]
     if timed:
         headings += [f"s to {result.settings.target:g} %", "each run", "times as fast"]
-    for heading in [*headings, "steps/s", "waiting", "kB/step", "most", "state kB", "most"]:
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings += ["steps/s", "waiting", "kB/step", "most", "state kB", "most"]
+    table = numbers_table(title(result, speed), ("method",), headings)
     for name in result.settings.chosen_methods:
         summary = result.summary(name, speed)
         cells = [

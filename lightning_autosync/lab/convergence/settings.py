@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.cluster import Rate
-from lightning_autosync.documents import Configuration, Count, Index, Integer, Record
+from lightning_autosync.documents import Count, Index, Integer, Record
 from lightning_autosync.lab.convergence.tasks import AnyTask
-from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.launches.settings import ClusterSettings, LaunchSettings
 from lightning_autosync.measure.models.straggler import Slowdown
 from lightning_autosync.plan import Consistency
 
@@ -58,16 +57,12 @@ class Simulation(Record):
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.02
 
 
-class ConvergenceSettings(Configuration):
+class ConvergenceSettings(ClusterSettings):
     """One comparison.
 
     Attributes:
         task: task to learn.
         launch: where the workers run: ``local``, or ``emulated`` behind the links of the cluster.
-        cluster: cluster document; None is one machine.
-        cluster_scale: factor on every rate of the cluster.
-        cluster_fastest: bytes/s of the fastest link, to which all rates are scaled; instead of ``cluster_scale``.
-        rank_order: order of ranks on nodes, as for a bench.
         workers: number of workers; must match the cluster if there is one.
         methods: methods by name.
         reference: method with which the others are compared.
@@ -92,10 +87,6 @@ class ConvergenceSettings(Configuration):
 
     task: AnyTask
     launch: LaunchSettings = LaunchSettings()
-    cluster: dict[str, Any] | None = None
-    cluster_scale: PositiveFloat = 1.0
-    cluster_fastest: Rate | None = None
-    rank_order: Literal["natural", "interleaved"] = "natural"
     workers: Annotated[Integer, Field(ge=2)]
     methods: Annotated[dict[str, MethodSettings], Field(min_length=1)]
     reference: str = "all_reduce"
@@ -122,9 +113,6 @@ class ConvergenceSettings(Configuration):
             raise ValueError("launch: 'ssh' is not supported here; allowed: local, emulated")
         if self.launch.kind == "emulated" and self.cluster is None:
             raise ValueError("cluster: missing; launch=emulated needs one, for example cluster=four_equal")
-        changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
-        if self.cluster is None and changed:
-            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
         return self
 
     @model_validator(mode="after")
@@ -152,11 +140,6 @@ class ConvergenceSettings(Configuration):
         if self.tuning_seeds == 0 and self.rates_of is None and any(len(self.grid(name)) > 1 for name in self.methods):
             raise ValueError("tuning_seeds: must be 1 or more to choose among several rates; or give rates_of")
         return self
-
-    @property
-    def ranks(self) -> int | None:
-        """The number of workers if there is no cluster, else None."""
-        return None if self.cluster is not None else self.workers
 
     @property
     def emulates_links(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.lab.convergence.methods import SyncMethod, open_method
+from lightning_autosync.lab.convergence.methods import PlannedJob, SyncMethod, open_method
 from lightning_autosync.lab.convergence.settings import MethodSettings
 from lightning_autosync.lab.convergence.tasks import AnyTask, Task, loss
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
@@ -98,7 +98,6 @@ class TrainingEnd:
 
     Args:
         store: store for this training only.
-        rank: rank of this process.
         synchronous: whether all ranks must make the same number of steps.
         steps: number of steps of each rank; None lets rank 0 decide.
     """
@@ -173,27 +172,11 @@ def train(
     torch.manual_seed(seed)
     module = made.module()
     store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
-    synchronization = open_method(
-        MethodSettings.model_validate(method),
-        module,
-        rate,
-        momentum,
-        SyncPlan.from_dict(plan),
-        Workload.from_dict(workload),
-        ClusterSpec.from_dict(cluster),
-        store,
-        timeout,
-    )
+    job = PlannedJob(SyncPlan.from_dict(plan), Workload.from_dict(workload), ClusterSpec.from_dict(cluster), timeout)
+    synchronization = open_method(MethodSettings.model_validate(method), module, rate, momentum, job, store)
     slowness = Straggler(StragglerSettings.model_validate({**straggler, "seed": seed}), dist.get_rank())
-    training = _Training(
-        synchronization,
-        made,
-        ParameterHistory(module, budget["interval"]),
-        slowness,
-        TrainingBudget(**budget),
-        store,
-        seed,
-    )
+    history = ParameterHistory(module, budget["interval"])
+    training = _Training(synchronization, made, history, slowness, TrainingBudget(**budget), store, seed)
     found = _run_or_abandon(synchronization, training)
     moments = training.common_moments()
     averages = training.history.averages(moments)

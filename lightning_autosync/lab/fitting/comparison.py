@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 from rich.table import Table
 
-from lightning_autosync.documents import PLAIN, Duration, Index, Record, digest
+from lightning_autosync.documents import PLAIN, Duration, Index, Record, Result, digest
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting.encoding import spread
 from lightning_autosync.lab.fitting.splits import FitSettings, Split, divide
@@ -26,6 +26,7 @@ from lightning_autosync.learned.dataset.parts import load_manifest
 from lightning_autosync.learned.examples import Examples
 from lightning_autosync.learned.simulator import read_header
 from lightning_autosync.learned.training import distinct_pairs
+from lightning_autosync.measure.figures import numbers_table
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import RunFile
 
@@ -124,7 +125,6 @@ class FitRun:
     Attributes:
         split: how samples were divided.
         division: number of the division, counted from 0; the seed of its networks is the base seed plus this number.
-        simulator: kind of the simulator.
         unseen: clusters and families that only the test part has.
         accuracy: accuracy on the test part.
         seconds: seconds of training and test.
@@ -145,13 +145,42 @@ class FitRun:
         return self.split, self.division, self.simulator
 
 
+class FittedDataset(Record):
+    """What simulators learned from.
+
+    Attributes:
+        samples: number of samples.
+        clusters, families: names of the clusters and of the families of models.
+    """
+
+    samples: Index
+    clusters: tuple[str, ...]
+    families: tuple[str, ...]
+
+
+class FitResult(Result):
+    """``autosync-fit/2``: the comparison of simulators, and how long it took.
+
+    Attributes:
+        constants: document of the hosts' constants.
+        dataset: what simulators learned from.
+        comparison: summaries by split, simulator and metric.
+        runs: all runs of the comparison.
+        seconds: seconds of encoding, comparison and fitting.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-fit/2"
+
+    settings: FitSettings
+    constants: dict[str, Any]
+    dataset: FittedDataset
+    comparison: Comparison
+    runs: tuple[FitRun, ...]
+    seconds: dict[str, float]
+
+
 def run_file(path: Path, settings: FitSettings, constants: Constants) -> RunFile[FitRun]:
     """The file of a comparison's runs.
-
-    Args:
-        path: path of the file.
-        settings: settings of the fit.
-        constants: constants of the hosts.
 
     Raises:
         DocumentError: its runs are of other samples or simulators, or it is not a file of runs.
@@ -180,10 +209,7 @@ def compare(
     Runs in the file are read, new runs are added to it.
 
     Args:
-        settings: settings of the fit.
-        samples: samples to divide.
         encoded: samples as encoded for each kind of simulator.
-        constants: constants of the hosts.
         file: file of runs with the same samples and simulators.
         start: trained simulator that replaces the untrained one of its kind.
 
@@ -278,13 +304,8 @@ def tables(comparison: Comparison) -> Iterator[Table]:
     for split, rows in comparison.items():
         first = next(iter(rows.values()))
         left_out, count = first["left_out"].mean, len(first["left_out"].runs)
-        table = Table(
-            title=f"{split}: {_TITLES[split]}",
-            caption=f"{count} divisions; {left_out:.0%} of the pairs are within noise",
-        )
-        table.add_column("simulator", no_wrap=True)
-        for heading in _COLUMNS.values():
-            table.add_column(heading, justify="right", no_wrap=True)
+        caption = f"{count} divisions; {left_out:.0%} of the pairs are within noise"
+        table = numbers_table(f"{split}: {_TITLES[split]}", ("simulator",), _COLUMNS.values(), caption)
         for simulator in rows:
             table.add_row(simulator, *(_cell(rows, simulator, metric) for metric in _COLUMNS))
         yield table

@@ -105,9 +105,6 @@ def encode_samples(
     """Encode samples for each kind of simulator. For ``replay``, items are empty and ``base`` is its prediction.
 
     Args:
-        samples: measured plans.
-        constants: constants of the hosts.
-        kinds: kinds of simulators.
         processes: number of processes; None means one per core.
         progress: called with the number of further samples that are done.
     """

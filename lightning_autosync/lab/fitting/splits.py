@@ -89,7 +89,6 @@ class Split:
     """Ascending indices of samples in each part.
 
     Attributes:
-        train: training samples.
         held_out: subsets of ``train``. Each network of an ensemble holds out one, by which its epoch is chosen.
         test: test samples, disjoint from ``train``.
         unseen: names of the clusters and families that only the test part has.
@@ -128,7 +127,6 @@ def divide(samples: Sequence[Sample], how: SplitName, seed: int, number: int = 0
     the intersection of a block of clusters and a block of families: each block has its turn, but not each pair.
 
     Args:
-        samples: samples to divide.
         how: what only the test part has.
         seed: seed of the shuffling, the same for all divisions of a comparison.
         number: number of the division, counted from 0.

@@ -42,7 +42,6 @@ class SamplerRun:
     """The run of a sampler in a world.
 
     Attributes:
-        pair, sampler, seed: key of the run.
         seconds: true step time of each trial in seconds, in order.
         measured: the same with measurement noise.
         origins: origin of each trial's point.

@@ -54,7 +54,6 @@ class RehearsalResult(Result):
     """The standings of all samplers.
 
     Attributes:
-        settings: settings of the rehearsal.
         emulated: whether links and computation are emulated, and whether times are replayed.
         standings: a summary for each pair and sampler.
     """
@@ -71,10 +70,8 @@ class Standing:
     """The results of a sampler on a pair over its runs.
 
     Attributes:
-        pair, sampler: pair and sampler of the runs.
         best: step time in seconds of the fastest plan known on the pair, from any run.
         builder: step time in seconds of the best builder's plan.
-        runs: runs of the sampler on the pair.
     """
 
     pair: str

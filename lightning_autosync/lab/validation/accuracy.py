@@ -6,11 +6,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy
 from scipy.stats import kendalltau
 
+from lightning_autosync.documents import Record, Result
 from lightning_autosync.lab.validation.cases import Case
+from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.learned.training import distinct_pairs
 
 RANKED = 0.8
@@ -24,7 +27,6 @@ class Priced:
     """A case with its measured and its predicted step time.
 
     Attributes:
-        case: the case.
         measured, predicted: seconds of a step.
         foreign_cores: number of cores that other processes kept busy during the measurement; None if unknown.
         noise: standard error of the measured time, relative to it.
@@ -142,3 +144,64 @@ def kendall_tau(measured: Sequence[float], predicted: Sequence[float]) -> float:
     """Kendall's tau-b; 0 if all times on one side are equal."""
     tau = float(kendalltau(measured, predicted).statistic)
     return 0.0 if numpy.isnan(tau) else tau
+
+
+class CaseResult(Record):
+    """One case: where it was measured, what its plan is, and its times.
+
+    Attributes:
+        key: key of its measurement.
+        cluster: name of the cluster.
+        family: model of the catalogue.
+        kind: how the plan was drawn.
+        messages: number of the plan's groups.
+        bytes: bytes of gradients.
+        measured_seconds, predicted_seconds: seconds of a step.
+        measured_noise: standard error of the measured time, relative to it.
+        foreign_cores: number of cores that other processes kept busy; None if unknown.
+    """
+
+    key: str
+    cluster: str
+    family: str
+    kind: str
+    messages: int
+    bytes: int
+    measured_seconds: float
+    measured_noise: float
+    predicted_seconds: float
+    foreign_cores: float | None
+
+    @classmethod
+    def of(cls, priced: Priced) -> CaseResult:
+        case = priced.case
+        return cls(
+            key=case.key,
+            cluster=case.cluster.name,
+            family=case.family,
+            kind=case.kind,
+            messages=len(case.plan.groups),
+            bytes=case.workload.bytes,
+            measured_seconds=priced.measured,
+            measured_noise=priced.noise,
+            predicted_seconds=priced.predicted,
+            foreign_cores=priced.foreign_cores,
+        )
+
+
+class ValidationResult(Result):
+    """``autosync-validation/1``: how well predictions agree with measurements.
+
+    Attributes:
+        constants: document of the hosts' constants.
+        emulated: whether links and computation are emulated.
+        accuracy: accuracy by table (all, cluster, workload, plan, pair) and row.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-validation/1"
+
+    settings: ValidationSettings
+    constants: dict[str, Any]
+    emulated: dict[str, bool]
+    accuracy: dict[str, dict[str, ReplayAccuracy]]
+    cases: tuple[CaseResult, ...]

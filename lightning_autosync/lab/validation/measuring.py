@@ -34,7 +34,6 @@ class CaseMeasurement:
     """The measurement of a case.
 
     Attributes:
-        key: key of the case.
         steps: seconds of each step, by rank.
         foreign_cores: number of cores that other processes kept busy; None if unknown.
         scheduling: the kernel's scheduling policy for the workers.
@@ -83,7 +82,6 @@ def measure_cases(cases: Iterable[Case], settings: ValidationSettings, path: Pat
 
     Args:
         cases: cases, sorted by cluster.
-        settings: how to measure.
         path: file to which every measurement is appended immediately.
 
     Raises:
@@ -146,5 +144,5 @@ def _measure(case: Case, session: MeasurementSession, settings: ValidationSettin
         budget=asdict(StepBudget(settings.warm_up, settings.seconds, _MIN_STEPS, _MAX_STEPS)),
         timeout=settings.timeout / 2,  # less than for the call, so that ranks can report what they await
     )
-    foreign = None if load is None else load.foreign_cores()
-    return CaseMeasurement(case.key, [plans[0] for plans in by_rank], foreign, settings.scheduling, settings.warm_up)
+    steps = [plans[0] for plans in by_rank]
+    return CaseMeasurement(case.key, steps, load.foreign_cores(), settings.scheduling, settings.warm_up)

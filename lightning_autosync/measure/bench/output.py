@@ -11,7 +11,7 @@ from rich.table import Table
 from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.settings import Exactness
 from lightning_autosync.measure.conditions import BUSY_CORES
-from lightning_autosync.measure.figures import save_figure
+from lightning_autosync.measure.figures import numbers_table, save_figure
 
 EXACT = 1e-4
 """Largest relative deviation of gradients that the order of floating-point sums explains."""
@@ -19,17 +19,12 @@ EXACT = 1e-4
 
 def result_table(result: BenchResult) -> Table:
     """One row per contender, with its speedup over the best DDP, which is bold."""
-    table = Table(title=title(result))
-    table.add_column("contender", no_wrap=True)
-    mixed = len(set(result.classes.values())) > 1
-    if mixed:
-        table.add_column("class", no_wrap=True)
-    for heading in ("median ms", "min .. max", "speedup", "95% interval"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    bounded = result.bound is not None
-    if bounded:
-        table.add_column("of bound", justify="right", no_wrap=True)
-    table.add_column("MB sent", justify="right", no_wrap=True)
+    mixed, bounded = len(set(result.classes.values())) > 1, result.bound is not None
+    names = ("contender", "class") if mixed else ("contender",)
+    share = ("of bound",) if bounded else ()
+    table = numbers_table(
+        title(result), names, ("median ms", "min .. max", "speedup", "95% interval", *share, "MB sent")
+    )
     for name in by_class(result):
         style = "bold" if name == result.best_ddp else None
         table.add_row(*_cells(result, name, mixed, bounded), style=style)

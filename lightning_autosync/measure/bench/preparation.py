@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.measure.bench.settings import BenchSettings, ContenderSettings, DDPOptions, Exactness
+from lightning_autosync.measure.launches.settings import ClusterSettings
 from lightning_autosync.measure.models.recipes import MIB, Embeddings, Model
 from lightning_autosync.plan import SyncPlan, builders, codecs, compile_plan
 from lightning_autosync.workload import Workload
@@ -47,7 +48,7 @@ def prepare(settings: BenchSettings) -> Preparation:
     Raises:
         DocumentError: a contender, the cluster or a plan is wrong; the message names it.
     """
-    cluster = make_cluster(settings)
+    cluster = make_cluster(settings, settings.ranks)
     if settings.emulated:
         cluster = cluster.as_emulated()
     workloads = {kind: settings.model.workload(kind) for kind in get_args(Embeddings)}
@@ -64,35 +65,11 @@ def prepare(settings: BenchSettings) -> Preparation:
     )
 
 
-class ClusterChoice(Protocol):
-    """The settings of a verb that define its cluster; see `BenchSettings`."""
-
-    @property
-    def cluster(self) -> dict[str, Any] | None: ...
-
-    @property
-    def cluster_scale(self) -> float: ...
-
-    @property
-    def cluster_fastest(self) -> float | None: ...
-
-    @property
-    def rank_order(self) -> str: ...
-
-    @property
-    def ranks(self) -> int | None: ...
-
-
-def make_cluster(settings: ClusterChoice) -> ClusterSpec:
-    """The cluster of the settings, scaled and with its ranks in the chosen order."""
+def make_cluster(settings: ClusterSettings, ranks: int | None) -> ClusterSpec:
+    """The cluster of the settings, scaled and with its ranks in the chosen order; else one machine with ``ranks``."""
     if settings.cluster is None:
-        return ClusterSpec.from_dict(
-            {
-                "format": ClusterSpec.FORMAT,
-                "name": "one_machine",
-                "nodes": [{"name": "machine", "devices": settings.ranks or 2}],
-            }
-        )
+        machine = {"name": "machine", "devices": ranks or 2}
+        return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "one_machine", "nodes": [machine]})
     cluster = ClusterSpec.from_dict(settings.cluster, source="cluster")
     if settings.cluster_fastest is not None:
         cluster.require_measured()
@@ -100,8 +77,8 @@ def make_cluster(settings: ClusterChoice) -> ClusterSpec:
         cluster = cluster.scaled(settings.cluster_fastest / fastest)
     else:
         cluster = cluster.scaled(settings.cluster_scale)
-    if settings.ranks not in (None, cluster.world_size):
-        raise DocumentError(f"ranks: {settings.ranks} requested, but cluster '{cluster.name}' has {cluster.world_size}")
+    if ranks not in (None, cluster.world_size):
+        raise DocumentError(f"ranks: {ranks} requested, but cluster '{cluster.name}' has {cluster.world_size}")
     return cluster if settings.rank_order == "natural" else interleaved(cluster)
 
 

@@ -25,7 +25,6 @@ def run_bench(settings: BenchSettings, keep: Callable[[BenchResult], None] | Non
     """Measure every contender.
 
     Args:
-        settings: settings of the run.
         keep: receives the result so far after each round except the last.
 
     Raises:
@@ -45,12 +44,6 @@ def play(
     keep: Callable[[BenchResult], None] | None = None,
 ) -> BenchResult:
     """Measure every contender in an open session.
-
-    Args:
-        settings: settings of the run.
-        preparation: preparation of these settings.
-        session: the workers.
-        keep: as in `run_bench`.
 
     Raises:
         WorkerError: as in `run_bench`.
@@ -135,7 +128,7 @@ class _Bench:
         before = self._bytes_sent()
         load = self._session.watch_load()
         self._rounds[contender.name].append(self._session.measure(contender, self._settings.steps))
-        self._foreign[contender.name].append(None if load is None else load.foreign_cores())
+        self._foreign[contender.name].append(load.foreign_cores())
         self._sent[contender.name].append(self._per_step(before, self._bytes_sent()))
 
     def _bytes_sent(self) -> int | None:

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from lightning_autosync.cluster import Rate
-from lightning_autosync.documents import Configuration, Count, Record
-from lightning_autosync.measure.launches.settings import LaunchSettings
-from lightning_autosync.measure.models.recipes import AnyModel, Embeddings
+from lightning_autosync.documents import Count, Record
+from lightning_autosync.measure.launches.settings import ClusterSettings, LaunchSettings, needs_cluster
+from lightning_autosync.measure.models.recipes import AnyModel, Embeddings, with_arguments
 
 BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
 Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]
@@ -101,9 +100,7 @@ class ContenderSettings(Record):
     def _collect_arguments(cls, value: Any) -> Any:
         if not isinstance(value, dict) or "builder" not in value:
             return value
-        beside = {name: value[name] for name in value if name not in cls.model_fields}
-        own = {name: value[name] for name in value if name in cls.model_fields}
-        return {**own, "arguments": {**own.get("arguments", {}), **beside}}
+        return with_arguments(value, cls.model_fields)
 
     @model_validator(mode="after")
     def _check(self) -> ContenderSettings:
@@ -120,18 +117,12 @@ class ContenderSettings(Record):
         return self.ddp.period if self.ddp is not None and self.ddp.hook == "post_local_sgd" else None
 
 
-class BenchSettings(Configuration):
-    """One bench run.
+class BenchSettings(ClusterSettings):
+    """One bench run; without a cluster on one machine with ``ranks`` devices.
 
     Attributes:
         model: model to train.
         launch: where the ranks run.
-        cluster: cluster document; None is one machine with ``ranks`` devices.
-        cluster_scale: factor on every rate of the cluster.
-        cluster_fastest: bytes/s of the fastest link, to which all rates are scaled in proportion. It cannot be combined
-            with ``cluster_scale``.
-        rank_order: ``natural`` keeps the cluster's order of ranks; ``interleaved`` alternates between the first and the
-            second half of the nodes, the worst order for two racks.
         ranks: number of ranks; None uses the cluster's.
         scheduling: the kernel's scheduling policy for all contenders.
         warm_up: number of steps of each contender before the first round.
@@ -146,10 +137,6 @@ class BenchSettings(Configuration):
 
     model: AnyModel
     launch: LaunchSettings = LaunchSettings()
-    cluster: dict[str, Any] | None = None
-    cluster_scale: PositiveFloat = 1.0
-    cluster_fastest: Rate | None = None
-    rank_order: Literal["natural", "interleaved"] = "natural"
     ranks: PositiveInt | None = None
     scheduling: Literal["none", "batch"] = "batch"
     warm_up: PositiveInt = LEAST_WARM_UP
@@ -164,10 +151,7 @@ class BenchSettings(Configuration):
     @model_validator(mode="after")
     def _check(self) -> BenchSettings:
         if self.emulated and self.cluster is None:
-            raise ValueError("cluster: missing; launch=emulated needs one, for example cluster=fat_node_star")
-        changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
-        if self.cluster is None and changed:
-            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
+            raise ValueError(needs_cluster(self.launch.kind))
         if self.cluster_scale != 1.0 and self.cluster_fastest is not None:
             raise ValueError("cluster_scale and cluster_fastest exclude each other; set one of them")
         self._check_periods()

@@ -27,6 +27,7 @@ from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.emulation.network import Port
 from lightning_autosync.measure.errors import LaunchError
+from lightning_autosync.measure.figures import numbers_table
 from lightning_autosync.measure.launches.launch import Launch
 from lightning_autosync.measure.tcp_info import bytes_received
 
@@ -50,7 +51,6 @@ class LinkCheck:
     """One direction of a link.
 
     Attributes:
-        source, target: names of the link's ends.
         setting: configured rate in bytes/s, framing included.
         measured: measured rate in bytes/s, framing included.
         latency: configured one-way seconds; 0 if they are not emulated.
@@ -206,17 +206,10 @@ def links_table(cluster: ClusterSpec, checks: list[LinkCheck]) -> Table:
     """A table of rates in Mbit/s, and of delays if there are any; links that are `LinkCheck.off` stand out."""
     delayed = any(check.latency for check in checks)
     caption = "Mbit/s on the wire, framing included" + ("; one-way delays in ms" if delayed else "")
-    table = Table(title=f"{cluster.name}: emulated links", caption=caption)
-    for heading in ("from", "to"):
-        table.add_column(heading)
-    for heading in ("setting", "measured", "deviation", *(("latency", "delay") if delayed else ())):
-        table.add_column(heading, justify="right")
+    headings = ("setting", "measured", "deviation", *(("latency", "delay") if delayed else ()))
+    table = numbers_table(f"{cluster.name}: emulated links", ("from", "to"), headings, caption, wrap=True)
     for check in checks:
-        cells = [
-            f"{check.setting / MEGABIT:.1f}",
-            f"{check.measured / MEGABIT:.1f}",
-            f"{check.deviation:+.1%}",
-        ]
+        cells = [f"{check.setting / MEGABIT:.1f}", f"{check.measured / MEGABIT:.1f}", f"{check.deviation:+.1%}"]
         if delayed:
             cells += [f"{check.latency * 1e3:.2f}", f"{check.delay * 1e3:.2f}"] if check.latency else ["", ""]
         table.add_row(check.source, check.target, *cells, style="bold red" if check.off else None)

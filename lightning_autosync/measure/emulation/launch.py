@@ -7,12 +7,12 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.delays import TAP_QUEUE, End, Relay
 from lightning_autosync.measure.emulation.network import Network, Port
+from lightning_autosync.measure.launches.launch import StartedCommand
 
 BURST = "128kb"  # large enough for a segmentation-offloaded packet of 64 KiB, small enough to be used up soon
 QUEUE = "100ms"
@@ -77,9 +77,7 @@ class EmulatedLaunch:
     def address(self) -> str:
         return self.network.address(self.cluster.rank_nodes[0])
 
-    def command(
-        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
-    ) -> tuple[list[str], dict[str, str]]:
+    def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
         namespace = self.namespaces[self.cluster.rank_nodes[rank]]
         return ["ip", "netns", "exec", namespace, *command], {**os.environ, **variables}
 
@@ -98,9 +96,7 @@ class EmulatedLaunch:
     def __enter__(self) -> EmulatedLaunch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _set_up(self) -> None:

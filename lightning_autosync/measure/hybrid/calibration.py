@@ -24,13 +24,11 @@ REPETITIONS = 5
 _log = logging.getLogger(__name__)
 
 
-def calibrate(session: MeasurementSession, cluster: ClusterSpec, sizes: Sequence[int] = SIZES) -> HybridRates:
+def calibrate(session: MeasurementSession, cluster: ClusterSpec) -> HybridRates:
     """Measure the rates of a job's ranks while all of them work.
 
     Args:
-        session: live workers.
-        cluster: their cluster, with known rates of links.
-        sizes: input bytes per rank of each collective, two or more values.
+        cluster: cluster of the ranks, with known rates of links.
 
     Raises:
         WorkerError: a worker failed.
@@ -41,7 +39,7 @@ def calibrate(session: MeasurementSession, cluster: ClusterSpec, sizes: Sequence
     # One mesh for each number of dimensions suffices: together they have small groups and the group of all ranks.
     for mesh in {len(shape): shape for shape in shapes(cluster.world_size)}.values():
         _log.info("measuring collectives on a mesh of %s", " x ".join(map(str, mesh)))
-        for kind, timing in _timings(session, links, mesh, ranks, sizes):
+        for kind, timing in _timings(session, links, mesh, ranks):
             timings[kind].append(timing)
     rates = {kind: fit_rate(timings[kind]) for kind in COLLECTIVES}
     computed = session.run(rate_calls.compute_rates)
@@ -50,10 +48,10 @@ def calibrate(session: MeasurementSession, cluster: ClusterSpec, sizes: Sequence
 
 
 def _timings(
-    session: MeasurementSession, links: Links, mesh: tuple[int, ...], ranks: Sequence[int], sizes: Sequence[int]
+    session: MeasurementSession, links: Links, mesh: tuple[int, ...], ranks: Sequence[int]
 ) -> list[tuple[Collective, Timing]]:
     by_rank = session.run(
-        rate_calls.collective_seconds, mesh=mesh, places=list(ranks), sizes=list(sizes), repetitions=REPETITIONS
+        rate_calls.collective_seconds, mesh=mesh, places=list(ranks), sizes=SIZES, repetitions=REPETITIONS
     )
     framing, array, found = HybridRates().framing, numpy.array(ranks).reshape(mesh), []
     for measured in zip(*by_rank, strict=True):

@@ -13,6 +13,9 @@ from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.measure.errors import LaunchError
 
+StartedCommand = tuple[list[str], dict[str, str]]
+"""A command and its environment."""
+
 
 class Launch(Protocol):
     """Where workers run: how to start one there, and how ranks find each other.
@@ -28,9 +31,7 @@ class Launch(Protocol):
     @property
     def world_size(self) -> int | None: ...
 
-    def command(
-        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
-    ) -> tuple[list[str], dict[str, str]]:
+    def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
         """The command and the environment to use on this machine, so that ``command`` runs where ``rank`` runs.
 
         ``variables`` are added to the environment there. Standard streams are passed on. No shell or other process
@@ -49,9 +50,7 @@ class LocalLaunch:
     address = "127.0.0.1"
     world_size = None
 
-    def command(
-        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
-    ) -> tuple[list[str], dict[str, str]]:
+    def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
         return list(command), {**os.environ, **variables}
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -109,9 +108,7 @@ class SshLaunch:
     def address(self) -> str:
         return self._addresses[self.cluster.rank_nodes[0]]
 
-    def command(
-        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
-    ) -> tuple[list[str], dict[str, str]]:
+    def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
         if self._python is not None:
             command = [self._python, *command[1:]]
             variables = {name: value for name, value in variables.items() if name != "PYTHONPATH"}

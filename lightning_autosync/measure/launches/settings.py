@@ -1,4 +1,4 @@
-"""The config group ``launch``: where the workers of a verb run."""
+"""Where the workers of a verb run: the config group ``launch``, and the keys of a cluster."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
+from typing_extensions import Self
 
-from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record
+from lightning_autosync.cluster import ClusterSpec, Rate
+from lightning_autosync.documents import Configuration, Record
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.errors import LaunchError
@@ -53,8 +54,7 @@ class LaunchSettings(Record):
             yield LocalLaunch()
             return
         if cluster is None:
-            example = "fat_node_star" if self.kind == "emulated" else "FILE (a cluster with an address for every node)"
-            raise DocumentError(f"cluster: missing; launch={self.kind} needs one, for example cluster={example}")
+            raise DocumentError(needs_cluster(self.kind))
         if self.kind == "ssh":
             yield SshLaunch(cluster, self.command, self.python, self.directory, self.interface)
             return
@@ -83,6 +83,37 @@ class SlurmSettings(Record):
     kind: Literal["slurm"]
     parameters: dict[str, str | int | float | bool | list[str] | dict[str, Any]] = Field(default_factory=dict)
     wait: bool = True
+
+
+def needs_cluster(kind: str) -> str:
+    """The message for a missing cluster with ``launch=emulated`` or ``launch=ssh``."""
+    example = "fat_node_star" if kind == "emulated" else "FILE (a cluster with an address for every node)"
+    return f"cluster: missing; launch={kind} needs one, for example cluster={example}"
+
+
+class ClusterSettings(Configuration):
+    """The keys of a verb that define its cluster.
+
+    Attributes:
+        cluster: cluster document; None is one machine.
+        cluster_scale: factor on every rate of the cluster.
+        cluster_fastest: bytes/s of the fastest link, to which all rates are scaled in proportion, instead of
+            ``cluster_scale``.
+        rank_order: ``natural`` keeps the cluster's order of ranks; ``interleaved`` alternates between the first and the
+            second half of the nodes, the worst order for two racks.
+    """
+
+    cluster: dict[str, Any] | None = None
+    cluster_scale: PositiveFloat = 1.0
+    cluster_fastest: Rate | None = None
+    rank_order: Literal["natural", "interleaved"] = "natural"
+
+    @model_validator(mode="after")
+    def _check_cluster(self) -> Self:
+        changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
+        if self.cluster is None and changed:
+            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
+        return self
 
 
 AnyLaunch = Annotated[LaunchSettings | TorchrunSettings | SlurmSettings, Field(union_mode="left_to_right")]

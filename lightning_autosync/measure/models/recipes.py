@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import cycle, islice
 from typing import Annotated, Any, Literal
 
@@ -80,12 +80,16 @@ class Model(Record):
         return type(self).__name__.lower()
 
     def workload(self, embeddings: Embeddings) -> Workload:
-        """The workload with this kind of embedding gradients; parameters are on the meta device and need no memory."""
-        with torch.device("meta"):
-            module = self.module(sparse=embeddings == "sparse")
+        """The workload with this kind of embedding gradients."""
+        module = self._described_module(embeddings == "sparse")
         tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
         workload = describe(module, name=self.title)
         return with_kind(workload, tables, "row_sparse") if embeddings == "rows" else workload
+
+    def _described_module(self, sparse: bool) -> nn.Module:
+        """A module whose parameters need no memory."""
+        with torch.device("meta"):
+            return self.module(sparse)
 
 
 class Layers(Model):
@@ -365,10 +369,7 @@ class Imported(Model):
     def _collect_arguments(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        names = {*cls.model_fields, "_target_"}
-        beside = {name: value[name] for name in value if name not in names}
-        own = {name: value[name] for name in value if name in names}
-        return {**own, "arguments": {**own.get("arguments", {}), **beside}}
+        return with_arguments(value, {*cls.model_fields, "_target_"})
 
     @property
     def title(self) -> str:
@@ -389,11 +390,8 @@ class Imported(Model):
             raise DocumentError(f"model: '{self.target}': its data loader returns no batch")
         return [(batch,) for batch in found]
 
-    def workload(self, embeddings: Embeddings) -> Workload:
-        module = self.module()
-        tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
-        workload = describe(module, name=self.title)
-        return with_kind(workload, tables, "row_sparse") if embeddings == "rows" else workload
+    def _described_module(self, sparse: bool) -> nn.Module:
+        return self.module()  # a user's constructor may need values
 
     def _source(self) -> Iterable[Any]:
         if self.data is not None:
@@ -421,6 +419,13 @@ class Imported(Model):
                 f"+model.data._target_=package.module.DataModule{why}"
             )
         return found
+
+
+def with_arguments(value: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+    """Plain data in which keys that are no fields are items of the field ``arguments``."""
+    own = {name: value[name] for name in value if name in fields}
+    beside = {name: value[name] for name in value if name not in fields}
+    return {**own, "arguments": {**own.get("arguments", {}), **beside}}
 
 
 class _Loss:

@@ -63,7 +63,6 @@ class Straggler:
 
     Args:
         settings: settings, the same on all ranks.
-        rank: this rank.
         sleep: function that waits for some seconds; tests replace it.
     """
 
@@ -75,11 +74,7 @@ class Straggler:
         self._step = 0
 
     def __call__(self, compute: float) -> float:
-        """Sleep for the delay of this step; returns its seconds.
-
-        Args:
-            compute: seconds of the step's computation.
-        """
+        """Sleep for the delay of this step; returns its seconds."""
         delay = self.delay(compute)
         if delay > 0:
             self._sleep(delay)

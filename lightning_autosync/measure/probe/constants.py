@@ -16,9 +16,7 @@ def fit_constants(
     """Constants from a probe's measurements. Each constant comes from one measurement.
 
     Args:
-        probe: the probe's answer.
         scheduling: the scheduling policy whose measurements of small collectives are used.
-        machines: number of distinct machines.
         devices: number of ranks on each node.
         accelerated: whether the job computes its gradients on an accelerator.
     """

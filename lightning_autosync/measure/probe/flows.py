@@ -119,15 +119,15 @@ class _Watch:
 
     def arrival(self) -> Arrival:
         first, middle, last, *_ = self._marks
-        rate = _rate(first, last)
-        halves = _rate(first, middle), _rate(middle, last)
+        rate = wire_rate(first, last)
+        halves = wire_rate(first, middle), wire_rate(middle, last)
         if self._opened is None:
             return Arrival(rate, halves, None)
         return Arrival(rate, halves, self._opening / PAYLOAD_SHARE - rate * self._opened)
 
 
-def _rate(earlier: tuple[float, int], later: tuple[float, int]) -> float:
-    """Bytes/s on the wire between two marks."""
+def wire_rate(earlier: tuple[float, int], later: tuple[float, int]) -> float:
+    """Bytes/s on the wire between two counts: times, and payload bytes received."""
     return (later[1] - earlier[1]) / PAYLOAD_SHARE / (later[0] - earlier[0])
 
 

@@ -28,8 +28,6 @@ def measure_links(meter: Meter, name: str, every_pair: bool | None, addresses: b
     """Measure the links of a job; collective.
 
     Args:
-        meter: meter of the job.
-        name: name for the cluster.
         every_pair: as in `ProbeSettings`.
         addresses: whether the cluster includes the nodes' addresses.
 
@@ -127,12 +125,8 @@ def _pair(survey: Survey, pair: Flow, idle: RoundTrip, loaded: Mapping[Flow, Rou
         "round_trip": asdict(idle),
         "round_trip_loaded": [None if trip is None else asdict(trip) for trip in trips],
         "alone": [survey.alone.get(way) for way in ways],
-        "loaded": _rounded([survey.full[way] for way in ways]),
+        "loaded": [round(float(survey.full[way])) for way in ways],
     }
-
-
-def _rounded(rates: Sequence[float]) -> list[float]:
-    return [round(float(rate)) for rate in rates]
 
 
 _PRIORITY = -10
@@ -153,7 +147,6 @@ def probe_ranks(
     """Measure links and hosts of the default process group; collective.
 
     Args:
-        name: name for the cluster.
         scheduling: ``batch`` puts the ranks under SCHED_BATCH, but only after the links are measured: round trips need
             ranks that wake at once.
         head, window, every_pair, constants, accelerated: as in `ProbeSettings`.
@@ -185,7 +178,6 @@ def probe_hosts(leaders: Sequence[int], scheduling: str) -> dict[str, Any]:
 
     Args:
         leaders: first rank of each node.
-        scheduling: scheduling policy under which the ranks run.
 
     Returns:
         A probe's answer for `fit_constants`, with links that have no latency.

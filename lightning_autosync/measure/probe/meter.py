@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.connections import connect_pairs, own_address
+from lightning_autosync.measure.conditions import machine
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.flows import Arrival, RoundTrip, echo, loop, ping, ping_for, send_at_once, stream
 from lightning_autosync.measure.probe.survey import Flow
@@ -30,6 +30,7 @@ QUEUED = 0.08
 """Limit on the bytes in flight, in seconds of the flow's rate. More could overflow a queue, and TCP would pause."""
 LEAST_UNDER_WAY = 32 * 1024
 _TRIES = 5
+_PINGS = 100
 _AGREEMENT = 0.02
 _STEADY = 0.04
 """Relative difference that is allowed between the halves of a window."""
@@ -70,14 +71,14 @@ class Meter:
             )
         self._head, self._window, self._timeout = head, window, timeout
         self.rank = dist.get_rank()
-        identities = gather_json([_machine(), _namespace(), socket.gethostname(), own_address()])
+        identities = gather_json([*machine(), _namespace(), own_address()])
         ranks: dict[tuple[str, str], list[int]] = {}
-        for rank, (machine, namespace, _, _) in enumerate(identities):
-            ranks.setdefault((machine, namespace), []).append(rank)
+        for rank, (kernel, _, namespace, _) in enumerate(identities):
+            ranks.setdefault((kernel, namespace), []).append(rank)
         self.nodes = list(ranks.values())
-        self.hosts = [identities[members[0]][2] for members in self.nodes]
+        self.hosts = [identities[members[0]][1] for members in self.nodes]
         self.addresses = [identities[members[0]][3] for members in self.nodes]
-        self.machines = len({machine for machine, _ in ranks})
+        self.machines = len({kernel for kernel, _ in ranks})
         self.transfers = 0
         self.bursts: list[float] = []
 
@@ -135,7 +136,7 @@ class Meter:
             pace = self._flood(own, targets) if self.rank == leaders[node] else 0.0
             return float(gather_json(pace)[leaders[node]])
 
-    def round_trips(self, pairs: Iterable[Flow], count: int = 100) -> dict[Flow, RoundTrip]:
+    def round_trips(self, pairs: Iterable[Flow]) -> dict[Flow, RoundTrip]:
         """Round trips of tiny messages between pairs of ranks, one pair after the other."""
         pairs = sorted(pairs)
         sockets = self._connect(pairs)
@@ -147,7 +148,7 @@ class Meter:
                 connection = sockets[second if self.rank == first else first]
                 send_at_once(connection)
                 connection.settimeout(self._timeout)
-                times = ping(connection, count, begins=self.rank == first)
+                times = ping(connection, _PINGS, begins=self.rank == first)
                 if self.rank == first:
                     own[f"{first} {second}"] = times
         dist.barrier()
@@ -194,9 +195,9 @@ class Meter:
             flowing.result()
         return times
 
-    def own_trip(self, count: int = 200) -> float:
+    def own_trip(self) -> float:
         """Least round-trip seconds of a few bytes within rank 0: the wake-up time of threads, without a wire."""
-        least = min(loop(count)) if self.rank == 0 else 0.0
+        least = min(loop(2 * _PINGS)) if self.rank == 0 else 0.0
         return float(gather_json(least)[0])
 
     @property
@@ -248,11 +249,6 @@ def _limit(connection: socket.socket, amount: int) -> None:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _machine() -> str:
-    """An id that all containers of a machine share until it reboots."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _namespace() -> str:

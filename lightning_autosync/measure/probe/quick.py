@@ -30,7 +30,7 @@ class JobSurvey:
     fault: str | None
 
 
-def survey_job(timeout: float, limit: float = 10.0, name: str = "this job") -> JobSurvey:
+def survey_job(timeout: float, limit: float = 10.0) -> JobSurvey:
     """Find the hosts of the default process group, and measure the links between them; collective.
 
     `lightning_autosync.measure.probe.job` takes longer and measures more: each rate until it repeats, delays under
@@ -40,7 +40,6 @@ def survey_job(timeout: float, limit: float = 10.0, name: str = "this job") -> J
         timeout: seconds within which two ranks must reach each other.
         limit: seconds that the survey may take. Measurements that would only confirm others are left out if the time is
             short. If the others take longer, rates remain unknown.
-        name: name for the cluster.
 
     Raises:
         LaunchError: on every rank, if the system is not Linux.
@@ -56,7 +55,7 @@ def survey_job(timeout: float, limit: float = 10.0, name: str = "this job") -> J
     if survey is not None and survey.nodes == 2:
         survey.paces.clear()
     hosts = Hosts(meter.nodes, node_names(meter.hosts), meter.addresses)
-    cluster = make_cluster(name, hosts, survey, meter.latencies)
+    cluster = make_cluster("this job", hosts, survey, meter.latencies)
     answers = gather_json([cluster.to_dict(), meter.elapsed()])
     # Hosts may round differently, so the first rank's cluster counts.
     cluster = ClusterSpec.from_dict(answers[0][0], source="survey")

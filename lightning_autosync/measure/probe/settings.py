@@ -1,14 +1,14 @@
-"""Settings of a probe: where the ranks run, and how long to measure."""
+"""Settings of a probe (where the ranks run, how long to measure), and its result."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Configuration
-from lightning_autosync.measure.launches.settings import LaunchSettings, TorchrunSettings
+from lightning_autosync.documents import Configuration, Duration, Index, Result
+from lightning_autosync.measure.launches.settings import LaunchSettings, TorchrunSettings, needs_cluster
 
 
 class ProbeSettings(Configuration):
@@ -46,14 +46,7 @@ class ProbeSettings(Configuration):
     def _check(self) -> ProbeSettings:
         if self.launch.kind in ("emulated", "ssh"):
             if self.cluster is None:
-                example = (
-                    "fat_node_star"
-                    if self.launch.kind == "emulated"
-                    else "FILE (a cluster with an address for every node)"
-                )
-                raise ValueError(
-                    f"cluster: missing; launch={self.launch.kind} needs one, for example cluster={example}"
-                )
+                raise ValueError(needs_cluster(self.launch.kind))
         elif self.cluster is not None:
             raise ValueError(
                 f"cluster: launch={self.launch.kind} measures the nodes that it runs on; remove this setting"
@@ -69,3 +62,39 @@ class ProbeSettings(Configuration):
         if self.cluster is None:
             return None
         return ClusterSpec.from_dict(self.cluster, source="cluster").scaled(self.cluster_scale)
+
+
+class ProbeDocument(Result):
+    """``autosync-probe/1``: the result of a probe.
+
+    Its parts are plain data, as `lightning_autosync.measure.probe.job.probe_ranks` returns them.
+
+    Attributes:
+        settings: settings of the probe.
+        cluster: document of the measured cluster.
+        nodes: bytes/s of each node up and down, alone and while all nodes send.
+        own_trip: seconds of a round trip without a wire.
+        pairs: rates and round trips of pairs of nodes.
+        sharing: how well flows use the links that they share; None for one node.
+        burst: bytes that pass a link at once after a pause; None if unknown.
+        links: rate and latency of each direction of each link.
+        constants: document of the hosts' constants; None if they were not measured.
+        costs: measurements from which constants are fitted; None if they were not measured.
+        transfers: number of transfers.
+        seconds: seconds of the probe.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-probe/1"
+
+    settings: dict[str, Any]
+    cluster: dict[str, Any]
+    nodes: tuple[dict[str, Any], ...]
+    own_trip: float
+    pairs: tuple[dict[str, Any], ...]
+    sharing: dict[str, float] | None
+    burst: float | None
+    links: tuple[dict[str, Any], ...]
+    constants: dict[str, Any] | None
+    costs: dict[str, Any] | None = None
+    transfers: Index
+    seconds: Duration

@@ -42,8 +42,6 @@ def make_cluster(name: str, hosts: Hosts, survey: Survey | None, latencies: Mapp
     """The cluster that explains a survey.
 
     Args:
-        name: its name.
-        hosts: its nodes.
         survey: the measured rates; None for a single node. If there are several, they are then on one switch, and the
             rates of their links are unknown.
         latencies: one-way seconds between pairs of nodes.

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lightning_autosync.cluster import PAYLOAD_SHARE
-from lightning_autosync.measure.probe.flows import CHUNK
+from lightning_autosync.measure.probe.flows import CHUNK, wire_rate
 from lightning_autosync.measure.tcp_info import bytes_received
 
 
@@ -74,7 +73,7 @@ def _run(
     _exchange(selector, sockets, begin + slot.seconds)
     for peer in slot.targets:
         selector.modify(sockets[peer], selectors.EVENT_READ, peer)
-    return {source: _rate(first[source], last[source]) for source in slot.sources}
+    return {source: wire_rate(first[source], last[source]) for source in slot.sources}
 
 
 def _exchange(selector: selectors.BaseSelector, sockets: Mapping[int, socket.socket], deadline: float) -> None:
@@ -93,8 +92,3 @@ def _exchange(selector: selectors.BaseSelector, sockets: Mapping[int, socket.soc
 def _counts(sockets: Mapping[int, socket.socket], sources: Sequence[int]) -> dict[int, tuple[float, int]]:
     """The time, and the bytes that the kernel has received from each source, even if nobody has read them."""
     return {source: (time.perf_counter(), bytes_received(sockets[source])) for source in sources}
-
-
-def _rate(earlier: tuple[float, int], later: tuple[float, int]) -> float:
-    """Bytes/s on the wire between two counts."""
-    return (later[1] - earlier[1]) / PAYLOAD_SHARE / (later[0] - earlier[0])

@@ -183,8 +183,6 @@ def take_survey(meter: Rates, nodes: int, every_pair: bool | None) -> Survey:
     """Measure a network.
 
     Args:
-        meter: measures the flows.
-        nodes: number of nodes.
         every_pair: whether to measure every pair alone (True) or one flow from each node alone (False). None measures
             one flow from and to each node, all at once. So ``alone`` has lower bounds, which are enough to see that
             there is a switch.

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.emulation.check import ALLOWED_DEVIATION, MEGABIT
+from lightning_autosync.measure.figures import numbers_table
 
 Cut = tuple[frozenset[int], frozenset[int]]
 """Ranks on the sending and on the receiving side of one direction of a link."""
@@ -56,10 +57,9 @@ def _members(places: set[str], ranks: dict[str, frozenset[int]]) -> frozenset[in
 
 def nodes_table(answer: dict[str, Any], cluster: ClusterSpec) -> Table:
     """One row per node: ranks, and rates sent and received, alone and while all nodes send."""
-    table = Table(title=f"{cluster.name}: nodes", caption="Mbit/s on the wire, framing included")
-    table.add_column("node")
-    for heading in ("ranks", "sends", "loaded", "receives", "loaded"):
-        table.add_column(heading, justify="right")
+    headings = ("ranks", "sends", "loaded", "receives", "loaded")
+    caption = "Mbit/s on the wire, framing included"
+    table = numbers_table(f"{cluster.name}: nodes", ("node",), headings, caption, wrap=True)
     for index, found in enumerate(answer["nodes"]):
         ranks = " ".join(map(str, cluster.ranks_of(index)))
         rates = [_rate(found.get(key)) for key in ("up", "up_loaded", "down", "down_loaded")]
@@ -70,11 +70,8 @@ def nodes_table(answer: dict[str, Any], cluster: ClusterSpec) -> Table:
 def pairs_table(answer: dict[str, Any]) -> Table:
     """One row per direction between two nodes that was measured alone: rates and round trips, idle and loaded."""
     caption = "Mbit/s alone, and while everybody sends; median ms there and back, idle, and while the way there is full"
-    table = Table(title="pairs of nodes", caption=caption)
-    for heading in ("from", "to"):
-        table.add_column(heading)
-    for heading in ("Mbit/s", "loaded", "round trip ms", "loaded"):
-        table.add_column(heading, justify="right")
+    headings = ("Mbit/s", "loaded", "round trip ms", "loaded")
+    table = numbers_table("pairs of nodes", ("from", "to"), headings, caption, wrap=True)
     names = [node["name"] for node in answer["nodes"]]
     for pair in answer["pairs"]:
         for way, nodes in enumerate((pair["nodes"], pair["nodes"][::-1])):
@@ -87,11 +84,9 @@ def pairs_table(answer: dict[str, Any]) -> Table:
 
 def links_table(cluster: ClusterSpec, truth: ClusterSpec | None) -> Table:
     """One row per direction of a link; directions that are far from their settings stand out."""
-    table = Table(title=f"{cluster.name}: links", caption="latencies are halves of idle round trips")
-    for heading in ("from", "to"):
-        table.add_column(heading)
-    for heading in ("Mbit/s", "latency us", *(("setting", "deviation") if truth else ())):
-        table.add_column(heading, justify="right")
+    headings = ("Mbit/s", "latency us", *(("setting", "deviation") if truth else ()))
+    caption = "latencies are halves of idle round trips"
+    table = numbers_table(f"{cluster.name}: links", ("from", "to"), headings, caption, wrap=True)
     for row in link_rows(cluster, truth):
         cells = [row["from"], row["to"], _rate(row["rate"]), f"{row['latency'] * 1e6:.0f}"]
         off = row.get("deviation")

@@ -3,6 +3,4 @@
 from __future__ import annotations
 
 from lightning_autosync.measure.errors import InputError, LaunchError, WorkerError
-from lightning_autosync.measure.workers.pool import Pool, WorkerPool
-
-__all__ = ["InputError", "LaunchError", "Pool", "WorkerError", "WorkerPool"]
+from lightning_autosync.measure.workers.pool import WorkerPool

@@ -86,7 +86,7 @@ class JobRank:
 
 
 class JobPool:
-    """A `Pool` of ranks that run already, so that only their process group can be renewed.
+    """A pool of ranks that run already, so that only their process group can be renewed.
 
     Raises:
         LaunchError: this process is not rank 0 of a job.

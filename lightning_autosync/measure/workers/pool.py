@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lightning_autosync.measure.errors import LaunchError, WorkerError
 from lightning_autosync.measure.launches.launch import Launch, LocalLaunch
@@ -27,21 +26,6 @@ DRAIN = 1.0  # maximum seconds to read what a worker printed before its answer
 STACK_DUMP = 0.3  # seconds for a silent worker to write its stacks
 
 
-class Pool(Protocol):
-    """Live workers that call functions: a `WorkerPool` or a `JobPool`."""
-
-    world_size: int
-
-    @property
-    def pids(self) -> Sequence[int]: ...
-
-    def run(
-        self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
-    ) -> list[Any]: ...
-
-    def close(self) -> None: ...
-
-
 class WorkerPool:
     """``world_size`` processes in one gloo process group that call functions on request.
 
@@ -50,7 +34,6 @@ class WorkerPool:
     any way.
 
     Args:
-        world_size: number of ranks.
         launch: where the processes run; None means this machine.
         timeout: maximum seconds of the start, of one call and of a collective.
         threads: torch's intra-operator threads in each process.
@@ -158,9 +141,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_ranks(self, ranks: Iterable[int] | None) -> list[int]:

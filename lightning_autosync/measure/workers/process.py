@@ -25,7 +25,6 @@ class OutputTail:
     """The last few kilobytes that a process wrote to stdout and stderr.
 
     Args:
-        stream: the process's output.
         echo: whether to copy everything to this process's stderr.
     """
 
@@ -78,8 +77,6 @@ class WorkerProcess:
     worker prints goes to its stderr and so does not mix with answers.
 
     Args:
-        rank: rank of the worker.
-        command: command to run.
         environment: whole environment of the command.
         echo: whether to copy what the worker prints to this process's stderr.
     """

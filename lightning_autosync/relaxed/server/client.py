@@ -30,7 +30,6 @@ class OverlappedPushes:
     """Pushes shards during backward, as soon as their gradients are complete.
 
     Args:
-        parameters: parameters by name.
         shards: shards that may be pushed early.
         push: sends the gradient of a shard.
 
@@ -102,7 +101,6 @@ class ParameterServer(Synchronizer):
     Args:
         mesh: the mesh; workers are its first ranks, server-only processes (`serve`) the others.
         parameters: names and parameters, as in ``named_parameters()``.
-        layout: the shards and their owners.
         optimizer: an elementwise optimizer of `torch.optim`. It defines the servers' update and never steps itself.
         consistency: a consistency of mode ``synchronous``, ``bounded_staleness`` or ``asynchronous``.
         buffers: names and buffers; rank 0's at the start. At barriers, floating-point buffers are averaged; in

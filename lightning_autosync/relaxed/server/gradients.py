@@ -69,9 +69,9 @@ def unpack_gradients(message: Unpacked, shards: Mapping[int, Shard]) -> Gradient
     return found
 
 
-def unpack_rows(message: Unpacked, shard: Shard, gradients: int = 0) -> Rows | None:
+def unpack_rows(message: Unpacked, shard: Shard) -> Rows | None:
     """The rows of a row-wise shard in a message; None if there are none."""
-    return _rows(message, shard, gradients) if f"{shard.index}.rows" in message.tensors else None
+    return _rows(message, shard, 0) if f"{shard.index}.rows" in message.tensors else None
 
 
 def _rows(message: Unpacked, shard: Shard, gradients: int) -> Rows:

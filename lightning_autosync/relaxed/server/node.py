@@ -18,7 +18,6 @@ class Node:
     """One worker's view of its node, without communication. The lowest active rank is the leader.
 
     Args:
-        rank: this worker's rank.
         members: ranks of the node's workers, this one included.
     """
 
@@ -91,8 +90,6 @@ class NodeExchange:
     """Runs the steps of one worker of a node that pushes one sum.
 
     Args:
-        rank: this worker's rank.
-        members: ranks of the node's workers.
         shards: all trained shards, by index.
         of: shards of each server, by its rank.
 

@@ -52,8 +52,6 @@ class Setup:
     """The settings of a server, as plain data.
 
     Attributes:
-        layout: the shards and their owners.
-        rule: the optimizer's update rule.
         staleness: steps that a party may be ahead of the slowest; None for no limit.
         synchronous: whether a step's gradients are summed over all parties before they are applied.
         parties: ranks of each party, a single worker or the workers of a node; a party's number is its index here.
@@ -90,8 +88,6 @@ def pack_setup(
     """The payload of ``server.setup``.
 
     Args:
-        setup: the settings of the server.
-        shards: shards of the server.
         model: the model with the initial parameters.
         optimizer: initial state of the optimizer, by variable.
         buffers: buffers that the server keeps, by name.

@@ -38,7 +38,6 @@ class EventQueue:
     """Messages and absences for one server or one worker, in the order in which they occurred.
 
     Args:
-        mesh: the mesh.
         kinds: kinds of messages to receive, by prefix.
     """
 
@@ -125,8 +124,6 @@ class ServerRpc:
     """Sends messages, waits for answers, and turns losses of processes into errors.
 
     Args:
-        mesh: the mesh.
-        layout: the shards and their owners.
         in_step: whether the loss of a worker is an error.
         timeout: seconds to wait for answers.
 
@@ -231,10 +228,6 @@ def whole_steps(progress: float) -> int:
 
 class PulledParameters:
     """Installs the answers of servers in the model, and tracks steps and versions.
-
-    Args:
-        rank: this worker's rank.
-        layout: the shards and their owners.
 
     Attributes:
         steps: this worker's step in the clock of each server; they may differ for a worker that returns.

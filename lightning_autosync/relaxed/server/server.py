@@ -115,7 +115,7 @@ class ShardServer:
                 "server.join": self._join,
                 "server.setup": self._begin,
                 "server.push": self._pushed,
-                "server.finish": self._finished,
+                "server.finish": lambda mail: self._done(mail.sender),
                 "server.drain": self._drain,
                 "server.state": self._give_state,
             }
@@ -250,9 +250,6 @@ class ShardServer:
 
     # Finish, barriers and losses
 
-    def _finished(self, mail: Mail) -> None:
-        self._done(mail.sender)
-
     def _done(self, rank: int) -> None:
         """Note that a worker pushes no more before the next barrier."""
         self._idle.add(rank)
@@ -355,7 +352,6 @@ def serve(
         store: the store at which all processes of the job meet.
         rank: rank of this process; ranks of server-only processes follow those of the workers.
         size: number of workers and server-only processes.
-        secret: the job's secret.
         address: address of this process in the cluster's network; by default the one that faces ``MASTER_ADDR``.
         timeout: seconds in which all processes must meet.
         heartbeat: settings for the loss of silent processes.

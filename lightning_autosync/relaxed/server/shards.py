@@ -19,7 +19,6 @@ class ShardedModel:
 
     Args:
         parameters: parameters by name; they include all variables of the layout.
-        layout: the shards of the parameters.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layout: ServerLayout) -> None:

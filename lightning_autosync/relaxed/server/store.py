@@ -17,8 +17,6 @@ class ShardStore:
     """Parameters and optimizer state of one server's shards, on the CPU.
 
     Args:
-        shards: shards of this server.
-        rule: the optimizer's update rule.
         values: parameters [numel] of each shard, by its index in the layout; the store owns them, without a copy.
 
     Attributes:

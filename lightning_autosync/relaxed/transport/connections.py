@@ -279,8 +279,6 @@ class Connections:
         If the peer's rank is lower, ask other peers first: if one of them hears the peer, this process must leave.
 
         Args:
-            peer: rank of the peer.
-            why: the reason.
             dead: whether the peer has certainly ended, so that there is no need to ask.
         """
         connection = self.by_rank.get(peer)

@@ -104,8 +104,6 @@ class Hello(NamedTuple):
 
     Attributes:
         purpose: `JOIN`, `RESUME` or `PROBE`.
-        rank: the caller's rank.
-        incarnation: the caller's incarnation.
         target: the listener's incarnation that the caller expects; 0 for any.
         received: number of frames that the caller has received from the listener.
         host: host at which the caller listens.

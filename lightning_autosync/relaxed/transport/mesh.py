@@ -132,7 +132,6 @@ class Mesh:
 
         Args:
             store: a torch store that all processes share; needed only while opening.
-            rank: rank of this process.
             size: number of processes.
             secret: the secret that all processes share; see `secret.common_secret`.
             address: address of this process in the cluster's network; by default the one that faces ``MASTER_ADDR``.
@@ -233,7 +232,6 @@ class Mesh:
         """Pass messages of a kind to ``handler`` instead of `receive`, earlier ones first.
 
         Args:
-            kind: kind of the messages.
             handler: runs on the mesh's thread, so it must be quick. If it raises, the sender counts as lost.
             place: ``place(sender, header, size)`` may return memory of ``size`` bytes, into which a payload of more
                 than 64 KiB is received without a copy. If it returns None, the mesh allocates the memory.

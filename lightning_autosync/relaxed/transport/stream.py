@@ -74,7 +74,6 @@ class FrameStream:
     """Frames to and from one peer. Used by the mesh's thread only.
 
     Args:
-        peer: rank of the peer.
         place: called for the memory of each large payload.
         deliver: called with each complete message.
         largest: limit on the payload of a message in bytes.

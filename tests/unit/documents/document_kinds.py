@@ -42,34 +42,31 @@ from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.prediction import Sent
 from lightning_autosync.hybrid.pricing import Pricing
 from lightning_autosync.hybrid.rates import HybridRates
-from lightning_autosync.lab.collection.result import CollectionResult
-from lightning_autosync.lab.collection.settings import CollectionSettings
+from lightning_autosync.lab.collection.settings import CollectionResult, CollectionSettings
 from lightning_autosync.lab.convergence.isolation import GroupStatistics, IsolationResult, IsolationRow
 from lightning_autosync.lab.convergence.result import ConvergenceDocument, ConvergenceResult, TrainingRun, load_rates
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.lab.fitting import comparison as fitting_runs
-from lightning_autosync.lab.fitting.comparison import SimulatorAccuracy, tabulate
-from lightning_autosync.lab.fitting.result import FitResult, FittedDataset
+from lightning_autosync.lab.fitting.comparison import FitResult, FittedDataset, SimulatorAccuracy, tabulate
 from lightning_autosync.lab.fitting.splits import FitSettings
 from lightning_autosync.lab.rehearsal.contest import SamplerRun as RehearsalRun
 from lightning_autosync.lab.rehearsal.contest import run_file as rehearsal_runs
 from lightning_autosync.lab.rehearsal.outcome import RehearsalResult, standings, table
 from lightning_autosync.lab.rehearsal.settings import PAIRS, RehearsalSettings
-from lightning_autosync.lab.validation.accuracy import ReplayAccuracy
+from lightning_autosync.lab.validation.accuracy import CaseResult, ReplayAccuracy, ValidationResult
 from lightning_autosync.lab.validation.measuring import CaseMeasurement, load_measurements
-from lightning_autosync.lab.validation.result import CaseResult, ValidationResult
 from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.learned import LearnedEstimator, ReplayEstimator, Training, load_simulator
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
 from lightning_autosync.learned.dataset.parts import MANIFEST
 from lightning_autosync.learned.dataset.writer import JOURNAL
 from lightning_autosync.learned.simulator import HEADER
-from lightning_autosync.measure.bench.document import BenchDocument, ContenderDocument
+from lightning_autosync.measure.bench.result import BenchDocument, ContenderDocument
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hosts import Bound, emulated_hosts
 from lightning_autosync.measure.interleaving import TrialMeasurement
 from lightning_autosync.measure.models.recipes import Paced
-from lightning_autosync.measure.probe.document import ProbeDocument
+from lightning_autosync.measure.probe.settings import ProbeDocument
 from lightning_autosync.measure.session import Contender
 from lightning_autosync.measure.step_time import Interval
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
@@ -92,8 +89,7 @@ from lightning_autosync.strategy import autoddl
 from lightning_autosync.strategy.checkpoint import FORMAT as EXACT_STATE
 from lightning_autosync.strategy.checkpoint import KEY as STATE_KEY
 from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT, RelaxedCheckpoint, own_state
-from lightning_autosync.training.result import TrainingResult
-from lightning_autosync.training.settings import TrainingSettings
+from lightning_autosync.training.settings import TrainingResult, TrainingSettings
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.star([4e7, 1e7, 1e7], latency="50 us", name="star")
@@ -111,18 +107,18 @@ SPACE = PlanSpace(WORKLOAD, CLUSTER)
 
 RESULTS = (
     "documents.records",
-    "measure.bench.document",
-    "measure.probe.document",
-    "lab.collection.result",
+    "measure.bench.result",
+    "measure.probe.settings",
+    "lab.collection.settings",
     "lab.convergence.result",
-    "lab.fitting.result",
+    "lab.fitting.comparison",
     "lab.rehearsal.outcome",
-    "lab.validation.result",
+    "lab.validation.accuracy",
     "lab.convergence.isolation",
     "cli.report",
     "report.predict",
     "report.hybrid_prediction",
-    "training.result",
+    "training.settings",
 )
 """Modules with classes of results."""
 Made = Callable[[Path], list[str]]

@@ -279,7 +279,6 @@ NO_DOCUMENTS = {
     "search.tuning.trials": "/proc",
     "strategy.job": "messages between ranks",
     "strategy.trainer_state": "messages between ranks",
-    "measure.probe.meter": "/proc",
     "measure.workers.job_pool": "messages between ranks",
     "measure.workers.process": "messages of workers",
     "measure.workers.worker": "messages of workers",

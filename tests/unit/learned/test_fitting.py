@@ -24,9 +24,16 @@ from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting import comparison
-from lightning_autosync.lab.fitting.comparison import FORMAT, FitRun, SimulatorAccuracy, compare, judge, summary
+from lightning_autosync.lab.fitting.comparison import (
+    FORMAT,
+    FitResult,
+    FitRun,
+    SimulatorAccuracy,
+    compare,
+    judge,
+    summary,
+)
 from lightning_autosync.lab.fitting.encoding import encode_samples, spread
-from lightning_autosync.lab.fitting.result import FitResult
 from lightning_autosync.lab.fitting.splits import (
     BLOCKS,
     SPLITS,

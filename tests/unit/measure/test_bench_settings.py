@@ -237,11 +237,11 @@ def test_scaled_and_interleaved():
         racks.nodes[index].name for index in (0, 3, 1, 4, 2, 5)
     ]
     settings = BenchSettings.parse({**BASE, "cluster": STAR, "cluster_scale": 0.5, "rank_order": "interleaved"})
-    cluster = make_cluster(settings)
+    cluster = make_cluster(settings, settings.ranks)
     assert cluster.links[0].bandwidth == pytest.approx(0.25e6)
     assert cluster.rank_nodes == (0, 2, 1)
 
 
 def test_the_fastest_link_sets_the_scale():
-    cluster = make_cluster(BenchSettings.parse({**BASE, "cluster": STAR, "cluster_fastest": "2 Mbit/s"}))
+    cluster = make_cluster(BenchSettings.parse({**BASE, "cluster": STAR, "cluster_fastest": "2 Mbit/s"}), None)
     assert [link.bandwidth for link in cluster.links] == pytest.approx([0.25e6, 0.0625e6, 0.0625e6])
