@@ -16,6 +16,7 @@ import numpy
 from lightning_autosync.cluster.cuts import Cut, find_cuts, one_switch_cuts
 from lightning_autosync.cluster.link_graph import LinkGraph
 from lightning_autosync.cluster.packing import EXACT_RANKS, best_packing
+from lightning_autosync.cluster.sketches import class_prices
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
 
@@ -72,7 +73,8 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
     closed form (`one_switch_time`). Otherwise, up to `EXACT_RANKS` ranks, column generation solves the linear program
     over all pairs of trees with the routes of :class:`LinkGraph`, and its dual prices make one cut of all channels. If
     all links are symmetric, a pair and its mirror image can be averaged, so trees used in both directions are enough.
-    For more ranks the bound is that of the cuts of :mod:`lightning_autosync.cluster.cuts`, which may not be reachable.
+    For more ranks that program is solved for classes of alike ranks (:func:`.sketches.class_prices`), if there are any.
+    Otherwise the bound is that of the cuts of :mod:`lightning_autosync.cluster.cuts`, which may not be reachable.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -84,11 +86,12 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
     if bandwidths:
         return Limit(tuple(one_switch_cuts(bandwidths)), exact=True)
     link_graph = LinkGraph(spec)
-    if spec.world_size > EXACT_RANKS:
+    prices = best_packing(link_graph).prices if spec.world_size <= EXACT_RANKS else class_prices(link_graph)
+    if prices is None:
         return Limit(tuple(find_cuts(link_graph)), exact=False)
-    packing = best_packing(link_graph)
     # Only the cluster's links may have bursts, so the prices of local links, which follow them, are left out.
-    return Limit((Cut(packing.rate, float(packing.prices[: 2 * len(spec.links)].sum())),), exact=True)
+    links = float(prices[: 2 * len(spec.links)].sum())
+    return Limit((Cut(float(link_graph.capacities @ prices), links),), exact=True)
 
 
 def synchronization_rate(spec: ClusterSpec) -> float:

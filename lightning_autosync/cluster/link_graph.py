@@ -82,6 +82,12 @@ class LinkGraph:
             one.bandwidth == other.bandwidth for one, other in zip(self.channels[::2], self.channels[1::2], strict=True)
         )
 
+    @property
+    def single_routes(self) -> bool:
+        """Whether the links form a tree, so that there is only one way between any two places."""
+        places = {end for channel in self.channels for end in (channel.source, channel.target)}
+        return len(places) == len(self.channels) // 2 + 1
+
     def route(self, i: int, j: int) -> tuple[int, ...]:
         """Indices of the channels from rank ``i`` to rank ``j``, in order; empty if they are the same."""
         for rank in (i, j):

@@ -8,23 +8,29 @@ tree.
 Reducing and broadcasting along the same tree is optimal if all links are symmetric. Otherwise pairs of a reduce tree
 and a broadcast tree with the same root are packed, up to `EXACT_RANKS` ranks. The cheapest pair under channel prices is
 then two minimum spanning arborescences.
+
+Beyond `EXACT_RANKS` ranks the program is solved for classes of alike ranks (:mod:`.sketches`), if the cluster has them,
+and its solution is spread over the ranks of each class (:mod:`.spreading`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import csc_array, csr_array, diags_array, hstack, vstack
+from scipy.sparse import csc_array, csr_array
 
+from lightning_autosync.cluster.classes import RankClasses, rank_classes
+from lightning_autosync.cluster.columns import Packing, cheapest_weights, generate_columns
 from lightning_autosync.cluster.link_graph import LinkGraph
+from lightning_autosync.cluster.sketches import Sketch, sketch_packing
 from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.cluster.spreading import spread_trees
 from lightning_autosync.cluster.trees import (
     EdgeTree,
     Parents,
@@ -36,102 +42,16 @@ from lightning_autosync.cluster.trees import (
     least_tree,
     root_at,
     stars,
+    tree_of,
 )
-from lightning_autosync.errors import ClusterError
-
-Vector = NDArray[numpy.float64]
-Column = TypeVar("Column", bound=Hashable)
-
-_TOLERANCE = 1e-6
 
 EXACT_RANKS = 64
-"""Largest number of ranks for which pairs of trees are packed; the program's size grows with the pairs of ranks."""
+"""Largest number of ranks for which the program over all pairs of ranks is solved if there are classes of alike ranks.
+
+Pairs of trees are not packed beyond it."""
 
 TreePair = tuple[Parents, Parents]
 """A reduce tree and a broadcast tree with the same root."""
-
-
-@dataclass(frozen=True)
-class Packing(Generic[Column]):
-    """An optimal packing.
-
-    Attributes:
-        rate: sum of the weights, in the unit of the capacities.
-        columns: all generated columns, used or not.
-        loads: sparse matrix [channels, columns] of channel loads.
-        prices: [channels] dual price of a load on each channel. All capacities together cost ``rate``, and every column
-            costs at least 1 up to a millionth.
-    """
-
-    rate: float
-    columns: tuple[Column, ...]
-    loads: csc_array
-    prices: Vector
-
-
-def generate_columns(
-    capacities: Vector,
-    seeds: Iterable[Column],
-    load: Callable[[Sequence[Column]], csc_array],
-    price: Callable[[Vector], Iterable[Column]],
-) -> Packing[Column]:
-    """Column generation: add columns until none improves the rate by more than a millionth.
-
-    Args:
-        capacities: [channels] rate of each channel.
-        seeds: columns to start with, at least one.
-        load: function from columns to the number of uses of each channel [channels, columns].
-        price: function from dual prices [channels] to cheap columns, one of which is a cheapest one.
-    """
-    columns = list(dict.fromkeys(seeds))
-    loads = load(columns)
-    known = set(columns)
-    while True:
-        rate, duals = _solve(loads, capacities)
-        found = [column for column in dict.fromkeys(price(duals)) if column not in known]
-        loads_found = load(found)
-        cheap = numpy.flatnonzero(loads_found.T @ duals < 1 - _TOLERANCE)
-        if not len(cheap):
-            return Packing(rate, tuple(columns), loads, duals)
-        columns += [found[index] for index in cheap]
-        known.update(columns)
-        loads = hstack([loads, loads_found[:, cheap]], format="csc")
-
-
-def cheapest_weights(packing: Packing[Column], capacities: Vector, rate: float, costs: Vector, work: Vector) -> Vector:
-    """[columns] weights of the columns of ``packing`` that reach ``rate`` at minimal cost.
-
-    The cost is the sum of ``costs`` [columns] plus the largest sum of ``work`` [workers, columns] of a worker, both per
-    unit of weight.
-    """
-    unit = float(capacities.min())
-    goal = -numpy.ones((1, len(packing.columns)))
-    rows = vstack([_filled(packing.loads, capacities), csc_array(goal), csc_array(work)])
-    most_work = numpy.append(numpy.zeros(len(capacities) + 1), -numpy.ones(len(work)))
-    limits = numpy.concatenate([numpy.ones(len(capacities)), [-rate / unit], numpy.zeros(len(work))])
-    program = hstack([rows, csc_array(most_work[:, None])], format="csc")
-    result = _optimize(numpy.append(costs, 1.0), program, limits)
-    return numpy.asarray(result.x[:-1]) * unit
-
-
-def _solve(loads: csc_array, capacities: Vector) -> tuple[float, Vector]:
-    """The best rate over these columns, and the dual price [channels] of a load on each channel."""
-    unit = float(capacities.min())
-    result = _optimize(-numpy.ones(loads.shape[1]), _filled(loads, capacities), numpy.ones(len(capacities)))
-    duals = numpy.maximum(-result.ineqlin.marginals, 0.0) * unit / capacities
-    return -float(result.fun) * unit, duals
-
-
-def _filled(loads: csc_array, capacities: Vector) -> csc_array:
-    """Utilization of each channel by a weight equal to the smallest capacity; keeps the program well scaled."""
-    return diags_array(capacities.min() / capacities) @ loads
-
-
-def _optimize(costs: Vector, rows: csc_array, limits: Vector) -> Any:
-    result = linprog(costs, A_ub=rows, b_ub=limits, method="highs")
-    if not result.success:
-        raise ClusterError(f"tree packing: the linear program failed: {result.message}")
-    return result
 
 
 _RATE_KEPT_FOR_SHALLOW = 0.99
@@ -139,6 +59,8 @@ _WORTH_OF_RATE = 0.5  # in levels of height
 _WORTH_OF_WORK = 0.1  # below the worth of rate for any tree, as no rank has world_size neighbours
 _RATE_KEPT_IN_ALL = 0.98
 _SMALLEST_WEIGHTS = (0.005, 0.001, 0.0)
+_RATE_KEPT_OF_SKETCHES = 0.999
+_TREES_OF_CLASSES = (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -169,7 +91,8 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
     """A few shallow trees that reach at least 98% of the best packing's rate.
 
     They are pairs of trees only where single trees do not reach that rate, because links are asymmetric. With more than
-    `EXACT_RANKS` ranks they are always single trees.
+    `EXACT_RANKS` ranks they are always single trees. If the ranks fall into classes, and 128 trees do not reach 98%,
+    they are the best trees that were found.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -177,6 +100,8 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
     link_graph = LinkGraph(spec)
     if spec.world_size == 1:
         return TreePacking(math.inf, (PackedTree(1.0, (-1,)),))
+    if spec.world_size > EXACT_RANKS and (classes := rank_classes(link_graph)):
+        return _spread_packing(classes)
     single = _few_trees(mirrored_packing(link_graph), link_graph)
     if link_graph.symmetric or spec.world_size > EXACT_RANKS:
         return single
@@ -189,6 +114,42 @@ def _few_trees(packing: Packing[EdgeTree] | Packing[TreePair], link_graph: LinkG
     weights = _shallow_weights(packing, link_graph.capacities, link_graph.world_size)
     rate, weights = _drop_small(weights, packing, link_graph.capacities)
     return TreePacking(rate, _root_trees(packing.columns, weights, link_graph.world_size))
+
+
+def _spread_packing(classes: RankClasses) -> TreePacking:
+    """The fewest trees that reach enough of the best rate; if none do, those that reach most."""
+    packing = sketch_packing(classes)
+    shares = _shallow_sketches(packing, classes)
+    reached: dict[float, tuple[list[EdgeTree], NDArray[numpy.float64]]] = {}
+    for count in _TREES_OF_CLASSES:
+        divided = [
+            (sketch, share / turns)
+            for sketch, share in shares
+            for turns in [max(1, round(share * count))]
+            for _ in range(turns)
+        ]
+        trees = list(spread_trees(classes, divided))
+        weights = numpy.array([weight for _, weight in divided])
+        loads = sum(
+            weight * classes.loads(numpy.array(list(tree))) for weight, tree in zip(weights, trees, strict=True)
+        )
+        rate = _rate(numpy.asarray(loads), classes.link_graph.capacities)
+        reached[rate] = trees, weights
+        if rate >= _RATE_KEPT_IN_ALL * packing.rate:
+            break
+    rate = max(reached)
+    return TreePacking(rate, _root_trees(*reached[rate], classes.link_graph.world_size))
+
+
+def _shallow_sketches(packing: Packing[Sketch], classes: RankClasses) -> list[tuple[Sketch, float]]:
+    """Sketches with shares that sum to 1; they reach nearly the best rate and prefer few levels of classes."""
+    trees = [tree_of((joint.parent, joint.child) for joint in sketch.joints) for sketch in packing.columns]
+    heights = numpy.array([_least_height(tree, len(classes)) for tree in trees])
+    costs = heights - heights.min() - _WORTH_OF_RATE
+    goal = _RATE_KEPT_OF_SKETCHES * packing.rate
+    weights = cheapest_weights(packing, classes.capacities, goal, costs, numpy.zeros((1, len(trees))))
+    _, kept = _drop_small(weights, packing, classes.capacities)
+    return [(sketch, share) for sketch, share in zip(packing.columns, kept.tolist(), strict=True) if share > 0]
 
 
 def best_packing(link_graph: LinkGraph) -> Packing[EdgeTree] | Packing[TreePair]:

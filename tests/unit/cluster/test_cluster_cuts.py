@@ -65,9 +65,13 @@ def test_one_switch_of_any_size_has_a_closed_form(without_program: None) -> None
     assert limit.seconds(MB) == pytest.approx(2 * 1999 / 2000)
 
 
-def test_a_thousand_ranks_get_a_cut_bound(without_program: None) -> None:
+def test_a_thousand_ranks_without_classes_get_a_cut_bound(
+    without_program: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All nodes together send 2 x 1023 times the size; a rack's uplink and a node's link would allow more."""
+    monkeypatch.setattr(bounds, "class_prices", lambda link_graph: None)
     limit = synchronization_limit(thousand())
+    bounds.synchronization_limit.cache_clear()
     assert not limit.exact
     assert limit.rate == pytest.approx(1024 * 50 * MB / (2 * 1023))
 

@@ -16,6 +16,7 @@ from lightning_autosync.cluster import (
     ClusterSpec,
     LinkGraph,
     TreePacking,
+    columns,
     one_switch_time,
     pack_trees,
     resolve_cluster,
@@ -23,7 +24,8 @@ from lightning_autosync.cluster import (
     synchronization_rate,
 )
 from lightning_autosync.cluster import packing as packing_module
-from lightning_autosync.cluster.packing import Packing, _drop_small, _root_trees
+from lightning_autosync.cluster.columns import Packing
+from lightning_autosync.cluster.packing import _drop_small, _root_trees
 from lightning_autosync.cluster.trees import height, tree_of
 from lightning_autosync.errors import ClusterError
 
@@ -98,13 +100,13 @@ def test_shipped_clusters_pack_in_few_programs_and_near_the_bound(name: str, mon
     spec = resolve_cluster(name)
     pack_trees.cache_clear()
     sizes: list[int] = []
-    solve = packing_module._optimize
+    solve = columns._optimize
 
     def count(costs: numpy.ndarray, rows: object, limits: object) -> object:
         sizes.append(len(costs))
         return solve(costs, rows, limits)
 
-    monkeypatch.setattr(packing_module, "_optimize", count)
+    monkeypatch.setattr(columns, "_optimize", count)
     packing = pack_trees(spec)
     assert len(sizes) <= 4
     assert max(sizes) <= 8 * spec.world_size

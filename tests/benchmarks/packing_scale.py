@@ -1,0 +1,88 @@
+"""Packed trees for 1,024 ranks: ``python -m tests.benchmarks.packing_scale``.
+
+For each cluster: seconds of one core for the bound, the trees and the compiled plan, the number of trees, their largest
+height, and the rates of the trees and of the plan in the replay, both as shares of the bound. The plan synchronizes 1
+GiB in one message. Ends with 1 where a goal is missed: 60 seconds for bound and trees together, 98% of the bound.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_autosync.cluster import ClusterSpec, pack_trees, synchronization_limit
+from lightning_autosync.cluster.trees import height
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.replay import Replay
+from lightning_autosync.workload import Variable, Workload
+
+SECONDS, SHARE = 60.0, 0.98
+GIB = 2**30
+NODE = 1.25e9
+WORKLOAD = Workload(name="one", variables=(Variable(name="all", shape=(GIB // 4,)),))
+Result = TypeVar("Result")
+
+
+def racks(sizes: list[int], uplinks: list[float], devices: int = 1, rates: list[float] | None = None) -> ClusterSpec:
+    """Racks of ``sizes`` nodes with ``devices`` each, with ``uplinks`` to a core switch and links of ``rates``."""
+    nodes, links = [], []
+    for rack, (size, uplink) in enumerate(zip(sizes, uplinks, strict=True)):
+        links.append({"a": f"rack{rack}", "b": "core", "bandwidth": uplink})
+        for _ in range(size):
+            name = f"node{len(nodes)}"
+            nodes.append({"name": name, "devices": devices})
+            links.append({"a": name, "b": f"rack{rack}", "bandwidth": (rates or [NODE] * len(sizes))[rack]})
+    switches = ["core", *(f"rack{rack}" for rack in range(len(sizes)))]
+    fields: dict[str, Any] = {"nodes": nodes, "switches": switches, "links": links}
+    return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "racks", **fields})
+
+
+CLUSTERS = {
+    "4 racks of 256, wide uplinks": racks([256] * 4, [40 * NODE] * 4),
+    "4 racks of 256, narrow uplinks": racks([256] * 4, [0.5 * NODE] * 4),
+    "4 racks of 256, unequal uplinks": racks([256] * 4, [0.8 * NODE, 0.4 * NODE, 0.4 * NODE, 0.2 * NODE]),
+    "4 racks of 400, 300, 200, 124, unequal": racks([400, 300, 200, 124], [0.9 * NODE, 0.5 * NODE, 0.4 * NODE, NODE]),
+    "4 racks of 32 nodes of 8, narrow uplinks": racks([32] * 4, [0.5 * NODE] * 4, devices=8),
+    "4 racks of 32 nodes of 8, unequal": racks([32] * 4, [4 * NODE, 2 * NODE, NODE, 0.5 * NODE], devices=8),
+    "4 racks, faster nodes in two": racks([256] * 4, [0.9 * NODE] * 4, rates=[NODE, NODE, 0.25 * NODE, 0.5 * NODE]),
+    "32 racks of 32, uplinks of 5 nodes": racks([32] * 32, [5 * NODE] * 32),
+    "32 racks of 32, narrow uplinks": racks([32] * 32, [0.4 * NODE] * 32),
+}
+
+
+def timed(call: Callable[..., Result], *args: Any) -> tuple[float, Result]:
+    begun = time.process_time()
+    result = call(*args)
+    return time.process_time() - begun, result
+
+
+def main() -> int:
+    names = ("bound, s", "trees, s", "compile, s", "trees", "height", "trees / bound", "replay / bound", "replay, s")
+    table = Table("1,024 ranks", *names)
+    missed = []
+    for name, spec in CLUSTERS.items():
+        bound_time, limit = timed(synchronization_limit, spec)
+        trees_time, packing = timed(pack_trees, spec)
+        plan = builders.packed_trees(WORKLOAD, spec, bucket_bytes=GIB)
+        compile_time, schedule = timed(compile_plan, plan, WORKLOAD, spec)
+        replay_time, outcome = timed(lambda spec, schedule: Replay(WORKLOAD, spec).predict(schedule), spec, schedule)
+        share = packing.rate / limit.rate
+        replayed = limit.seconds(GIB) / outcome.step_time
+        tallest = max(height(tree.parents) for tree in packing.trees)
+        times = (f"{seconds:.1f}" for seconds in (bound_time, trees_time, compile_time))
+        exact = "" if limit.exact else " (cut bound)"
+        counts = (str(len(packing.trees)), str(tallest))
+        table.add_row(name, *times, *counts, f"{share:.4f}{exact}", f"{replayed:.3f}", f"{replay_time:.1f}")
+        missed += [name] if share < SHARE or bound_time + trees_time > SECONDS or not limit.exact else []
+    Console(width=160).print(table)
+    print(f"missed: {', '.join(missed) or 'none'}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
