@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_autosync.cluster.bounds import (
     Limit,
+    binding_channels,
     least_step_time,
     one_switch_time,
     ring_time,
@@ -46,6 +47,7 @@ __all__ = [
     "Rate",
     "Seconds",
     "TreePacking",
+    "binding_channels",
     "configuration_directory",
     "least_step_time",
     "one_switch_time",

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy
+from numpy.typing import NDArray
 
 from lightning_autosync.cluster.cuts import Cut, find_cuts, one_switch_cuts
+from lightning_autosync.cluster.free_routes import channel_prices
 from lightning_autosync.cluster.link_graph import LinkGraph
-from lightning_autosync.cluster.packing import EXACT_RANKS, best_packing
+from lightning_autosync.cluster.packing import EXACT_RANKS
 from lightning_autosync.cluster.sketches import class_prices
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
@@ -23,15 +25,19 @@ from lightning_autosync.errors import ClusterError
 
 @dataclass(frozen=True)
 class Limit:
-    """A bound on how fast a cluster can synchronize.
+    """A bound on how fast a cluster can synchronize, whatever the routes.
 
     Attributes:
         cuts: cuts that bound the rate, the slowest first; empty for one rank.
-        exact: whether some method reaches the bound; otherwise it is a *cut bound*, and the best method may be slower.
+        exact: whether trees over all routes reach the bound; otherwise it is a *cut bound*, and the best method may be
+            slower.
+        prices: price of a byte on each channel of the slowest cut, by "source > target"; other channels are free. A
+            synchronized byte costs at least 1 on any routes, and the bandwidths of the channels cost `rate`.
     """
 
     cuts: tuple[Cut, ...]
     exact: bool
+    prices: dict[str, float] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
@@ -62,19 +68,19 @@ def one_switch_time(bandwidths: Sequence[float], size: float) -> float:
         raise ClusterError("bandwidths: expected one rate of more than zero for each rank")
     if len(bandwidths) == 1:
         return 0.0
-    return Limit(tuple(one_switch_cuts(bandwidths)), exact=True).seconds(size)
+    return size * max(1 / min(bandwidths), 2 * (len(bandwidths) - 1) / sum(bandwidths))
 
 
 @lru_cache(maxsize=64)
 def synchronization_limit(spec: ClusterSpec) -> Limit:
-    """The bound on the synchronization of a cluster.
+    """The bound on the synchronization of a cluster, over all routes.
 
-    Each byte is reduced along a tree to its root and broadcast from there along another tree. For one switch there is a
-    closed form (`one_switch_time`). Otherwise, up to `EXACT_RANKS` ranks, column generation solves the linear program
-    over all pairs of trees with the routes of :class:`LinkGraph`, and its dual prices make one cut of all channels. If
-    all links are symmetric, a pair and its mirror image can be averaged, so trees used in both directions are enough.
-    For more ranks that program is solved for classes of alike ranks (:func:`.sketches.class_prices`), if there are any.
-    Otherwise the bound is that of the cuts of :mod:`lightning_autosync.cluster.cuts`, which may not be reachable.
+    Each byte is summed along a tree of ranks to its root and copied from there along another tree. Switches only
+    forward. For one switch there is a closed form (`one_switch_time`). Otherwise, up to `EXACT_RANKS` ranks, a linear
+    program finds the best trees and routes (:mod:`lightning_autosync.cluster.free_routes`), and its dual prices make
+    one cut of all channels. For more ranks such a program is solved for classes of alike ranks
+    (:func:`.sketches.class_prices`), if there are any. Otherwise the bound is that of the cuts of
+    :mod:`lightning_autosync.cluster.cuts`, which may not be reachable.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -82,16 +88,37 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
     spec.require_measured()
     if spec.world_size == 1:
         return Limit((), exact=True)
-    bandwidths = _one_switch(spec)
-    if bandwidths:
-        return Limit(tuple(one_switch_cuts(bandwidths)), exact=True)
     link_graph = LinkGraph(spec)
-    prices = best_packing(link_graph).prices if spec.world_size <= EXACT_RANKS else class_prices(link_graph)
-    if prices is None:
-        return Limit(tuple(find_cuts(link_graph)), exact=False)
-    # Only the cluster's links may have bursts, so the prices of local links, which follow them, are left out.
-    links = float(prices[: 2 * len(spec.links)].sum())
-    return Limit((Cut(float(link_graph.capacities @ prices), links),), exact=True)
+    exact = True
+    if ways_up := _one_switch(spec):
+        cuts = one_switch_cuts(link_graph.capacities[ways_up].tolist(), ways_up)
+    elif (prices := _prices(link_graph)) is not None:
+        priced = numpy.flatnonzero(prices)
+        cuts = [Cut.priced(link_graph, priced, prices[priced])]
+    else:
+        cuts, exact = find_cuts(link_graph), False
+    slowest = zip(cuts[0].channels.tolist(), cuts[0].prices.tolist(), strict=True)
+    return Limit(tuple(cuts), exact, {link_graph.channels[index].name: price for index, price in slowest})
+
+
+def _prices(link_graph: LinkGraph) -> NDArray[numpy.float64] | None:
+    """[channels] prices that prove the bound for two or more ranks; None if there are too many to find them."""
+    return channel_prices(link_graph) if link_graph.world_size <= EXACT_RANKS else class_prices(link_graph)
+
+
+def binding_channels(spec: ClusterSpec) -> dict[str, float]:
+    """Share of each channel in the bound on the rate, by "source > target", the largest first; the shares sum to 1.
+
+    The bound rises by this share of a percent if the channel gets a percent faster, as long as the prices of
+    `synchronization_limit` stay the best.
+
+    Raises:
+        ClusterError: the rates of the cluster are unknown.
+    """
+    limit = synchronization_limit(spec)
+    bandwidths = {channel.name: channel.bandwidth or 0.0 for channel in LinkGraph(spec).channels}
+    shares = {name: price * bandwidths[name] / limit.rate for name, price in limit.prices.items()}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 def synchronization_rate(spec: ClusterSpec) -> float:
@@ -160,15 +187,16 @@ def _link_rates(spec: ClusterSpec, name: str) -> Iterator[tuple[float | None, fl
             yield link.reverse_bandwidth, link.bandwidth
 
 
-def _one_switch(spec: ClusterSpec) -> list[float]:
-    """[nodes] rate of each node's link if every node has one rank and one symmetric link to one switch; else empty."""
-    ends = [{link.a, link.b} - set(spec.switches) for link in spec.links]
+def _one_switch(spec: ClusterSpec) -> list[int]:
+    """[nodes] channel to the only switch; empty unless each node has one rank and one symmetric link to it."""
     if len(spec.switches) != 1 or len(spec.links) != len(spec.nodes) or any(node.devices > 1 for node in spec.nodes):
         return []
+    ends = [{link.a, link.b} - set(spec.switches) for link in spec.links]
     if any(len(end) != 1 for end in ends) or len(set().union(*ends)) != len(spec.nodes):
         return []
-    rates = [link.bandwidth for link in spec.links if link.bandwidth == link.reverse_bandwidth]
-    return [rate for rate in rates if rate is not None] if len(rates) == len(spec.links) else []
+    if any(link.bandwidth != link.reverse_bandwidth for link in spec.links):
+        return []
+    return [2 * index + (link.a in spec.switches) for index, link in enumerate(spec.links)]
 
 
 def least_step_time(

@@ -100,3 +100,12 @@ def _optimize(costs: Vector, rows: csc_array, limits: Vector) -> Any:
     if not result.success:
         raise ClusterError(f"tree packing: the linear program failed: {result.message}")
     return result
+
+
+def both_ways(prices: Vector) -> Vector:
+    """[channels] prices on symmetric links, each the mean over both directions of a link.
+
+    Trees that are used both ways do not tell the directions of a link apart, but other pairs of trees do.
+    """
+    mean: Vector = (prices + prices[numpy.arange(len(prices)) ^ 1]) / 2
+    return mean

@@ -4,12 +4,15 @@ After synchronizing a size, every rank has the sum of all ranks' data of that ma
 ``k`` parts. The reduce and the broadcast of a byte each take at least ``k - 1`` transfers between parts. So the
 channels out of all parts together carry at least ``2 (k - 1)`` times the size, and so do the channels into all parts.
 The size also leaves and enters each part at least once. This holds for all routes.
+
+A cut gives each channel a price, such that synchronizing one byte costs at least 1 over any routes. In a time the
+channels can carry no more than their capacities, so these, priced, bound the rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy
 from numpy.typing import NDArray
@@ -29,21 +32,40 @@ class Cut:
     Attributes:
         rate: largest rate of synchronization over the cut, in bytes/s.
         links: bytes that are synchronized at once for each byte of burst per direction of a link.
+        channels: indices of the priced channels in :class:`LinkGraph`.
+        prices: price of a byte on each of ``channels``; their capacities cost ``rate``.
     """
 
     rate: float
     links: float
+    channels: NDArray[numpy.int64] = field(compare=False, repr=False)
+    prices: NDArray[numpy.float64] = field(compare=False, repr=False)
+
+    @classmethod
+    def priced(cls, link_graph: LinkGraph, channels: NDArray[numpy.int64], prices: NDArray[numpy.float64]) -> Cut:
+        """The cut with these prices; ``channels`` and ``prices`` as in the attributes."""
+        rate, links = link_graph.capacities[channels] @ prices, link_graph.shaped[channels] @ prices
+        return cls(float(rate), float(links), channels, prices)
 
     def seconds(self, size: float, burst: float = 0.0) -> float:
         """Lower bound in seconds for ``size`` bytes, if each idle link passes ``burst`` bytes at once."""
         return max(0.0, size - self.links * burst) / self.rate
 
 
-def one_switch_cuts(bandwidths: Iterable[float]) -> list[Cut]:
-    """Cuts for two or more ranks, each with its own link to one switch; together they are exact."""
-    rates = list(bandwidths)
-    crossings = 2 * (len(rates) - 1)
-    return undominated([Cut(min(rates), 1.0), Cut(sum(rates) / crossings, len(rates) / crossings)])
+def one_switch_cuts(bandwidths: Sequence[float], channels: Sequence[int]) -> list[Cut]:
+    """Cuts for two or more ranks, each with its own link to one switch; together they are exact.
+
+    Args:
+        bandwidths: [ranks] bytes/s of each rank's link, in both directions.
+        channels: [ranks] index of the channel from each rank to the switch.
+    """
+    count, slowest = len(bandwidths), int(numpy.argmin(bandwidths))
+    crossings = 2 * (count - 1)
+    one = Cut(bandwidths[slowest], 1.0, numpy.array([channels[slowest]]), numpy.ones(1))
+    every = Cut(
+        sum(bandwidths) / crossings, count / crossings, numpy.array(channels), numpy.full(count, 1.0 / crossings)
+    )
+    return undominated([one, every])
 
 
 def find_cuts(link_graph: LinkGraph) -> list[Cut]:
@@ -81,9 +103,7 @@ class _PlaceGraph:
         self._count = len(index)
         self._sources = numpy.array([index[channel.source] for channel in channels])
         self._targets = numpy.array([index[channel.target] for channel in channels])
-        self._rates = link_graph.capacities
-        # Only the cluster's links may have bursts; the local links that follow them have none.
-        self._shaped = (numpy.arange(len(channels)) < 2 * len(link_graph.spec.links)).astype(float)
+        self._link_graph = link_graph
         self._ends = numpy.array([index[end] for end in link_graph.ends])
         self.by_rank = self._nowhere()
         self.by_rank[self._ends] = numpy.arange(len(self._ends))
@@ -116,12 +136,15 @@ class _PlaceGraph:
             return
         crossing = parts[self._sources] != parts[self._targets]
         for ends in (self._sources, self._targets):
-            chosen = crossing & (parts[ends] != _NOWHERE)
-            rates = numpy.bincount(parts[ends[chosen]], self._rates[chosen], count)
-            links = numpy.bincount(parts[ends[chosen]], self._shaped[chosen], count)
-            yield from map(Cut, rates.tolist(), links.tolist())
-            crossings = 2 * (count - 1)
-            yield Cut(float(rates.sum()) / crossings, float(links.sum()) / crossings)
+            chosen = numpy.flatnonzero(crossing & (parts[ends] != _NOWHERE))
+            by_part = chosen[numpy.argsort(parts[ends[chosen]], kind="stable")]
+            sizes = numpy.bincount(parts[ends[chosen]], minlength=count)
+            for channels in numpy.split(by_part, numpy.cumsum(sizes)[:-1]):
+                yield self._equally_priced(channels, 1.0)
+            yield self._equally_priced(by_part, 1.0 / (2 * (count - 1)))
+
+    def _equally_priced(self, channels: NDArray[numpy.int64], price: float) -> Cut:
+        return Cut.priced(self._link_graph, channels, numpy.full(len(channels), price))
 
     def _nowhere(self) -> NDArray[numpy.int64]:
         return numpy.full(self._count, _NOWHERE, dtype=numpy.int64)

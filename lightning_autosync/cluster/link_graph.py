@@ -33,6 +33,11 @@ class Channel:
     bandwidth: float | None
     latency: float
 
+    @property
+    def name(self) -> str:
+        """The channel in reports and files: "source > target"."""
+        return f"{self.source} > {self.target}"
+
 
 class LinkGraph:
     """Channels of a cluster and the routes over them.
@@ -74,6 +79,11 @@ class LinkGraph:
         """
         self.spec.require_measured()
         return numpy.array([channel.bandwidth for channel in self.channels], dtype=numpy.float64)
+
+    @cached_property
+    def shaped(self) -> NDArray[numpy.float64]:
+        """[channels] 1 for the cluster's links, whose idle directions may pass a burst; 0 for local links."""
+        return (numpy.arange(len(self.channels)) < 2 * len(self.spec.links)).astype(float)
 
     @property
     def symmetric(self) -> bool:

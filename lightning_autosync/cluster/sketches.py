@@ -20,7 +20,7 @@ import numpy
 from scipy.sparse import csc_array
 
 from lightning_autosync.cluster.classes import RankClasses, rank_classes
-from lightning_autosync.cluster.columns import Packing, Vector, generate_columns
+from lightning_autosync.cluster.columns import Packing, Vector, both_ways, generate_columns
 from lightning_autosync.cluster.link_graph import LinkGraph
 
 RANKS, NODES, WHOLE = range(3)
@@ -84,7 +84,7 @@ def class_prices(link_graph: LinkGraph) -> Vector | None:
     if classes is None:
         return None
     prices: Vector = sketch_packing(classes).prices[classes.orbit]
-    return prices
+    return both_ways(prices)
 
 
 def edge_counts(sketch: Sketch, classes: RankClasses) -> Vector:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lightning_autosync.cluster import ClusterSpec, Node, least_step_time, synchronization_limit
+from lightning_autosync.cluster import (
+    ClusterSpec,
+    Node,
+    binding_channels,
+    least_step_time,
+    synchronization_limit,
+)
 from lightning_autosync.replay.compute import ready_times
 from lightning_autosync.workload import Variable, Workload
 
@@ -20,12 +26,20 @@ class Bound:
         meaning: description of the bound for reports.
         exact: True if the synchronization rate behind the bound can be reached; False for a cut bound, which is used
             where the cluster is too large to compute that rate.
+        binding: share of each channel in the bound on the rate of synchronization, by "source > target", the largest
+            first (`binding_channels`); empty for one rank.
     """
 
     seconds: float
     compute: float
     meaning: str
     exact: bool = True
+    binding: dict[str, float] = field(default_factory=dict)
+
+    def binding_lines(self, most: int) -> list[str]:
+        """The ``most`` largest of ``binding``, each as text, and how many more there are."""
+        lines = [f"{name} ({share:.0%})" for name, share in list(self.binding.items())[:most]]
+        return [*lines, f"{left} more"] if (left := len(self.binding) - most) > 0 else lines
 
 
 def least_step(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> Bound:
@@ -51,7 +65,8 @@ def least_step(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, b
     passes = workload.forward_time + workload.backward_time
     compute = (passes + workload.optimizer_time) / min(node.speed for node in cluster.nodes)
     exact = synchronization_limit(cluster).exact
-    return Bound(seconds, compute, _meaning(passes > 0, framing > 1, burst > 0, exact), exact)
+    meaning = _meaning(passes > 0, framing > 1, burst > 0, exact)
+    return Bound(seconds, compute, meaning, exact, binding_channels(cluster))
 
 
 def _meaning(computes: bool, framed: bool, burst: bool, exact: bool) -> str:

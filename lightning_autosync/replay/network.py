@@ -79,7 +79,7 @@ class NetworkArrays:
 
     def channel_names(self) -> tuple[str, ...]:
         """A name for each channel: ``a > b`` for links, then the hosts and the shared cores."""
-        links = [f"{channel.source} > {channel.target}" for channel in self.link_graph.channels]
+        links = [channel.name for channel in self.link_graph.channels]
         hosts = [f"host of rank {rank}" for rank in range(self.ranks)]
         return (*links, *hosts, *(["shared cores"] if self.shared_core >= 0 else []))
 

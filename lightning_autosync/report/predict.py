@@ -26,7 +26,7 @@ from lightning_autosync.workload import Workload
 CUT_BOUND: Literal["cut bound"] = "cut bound"
 """Kind of bound for a cluster too large for the linear program: no plan is faster, but possibly none is as fast."""
 _BUSIEST = 8
-"""Number of links in the text."""
+"""Number of links in each list of the text."""
 
 
 class PredictionResult(Result):
@@ -37,6 +37,7 @@ class PredictionResult(Result):
         synchronization_bound: least seconds of a synchronization.
         bounds_are: ``exact``, or ``cut bound``.
         bound_share: ``step_bound`` divided by the step time of an exact plan; None for other plans.
+        binding: share of each link's direction in the bound on the rate of synchronization, by "source > target".
     """
 
     FORMAT: ClassVar[str] = "autosync-prediction/1"
@@ -51,6 +52,7 @@ class PredictionResult(Result):
     synchronization_bound: float
     bounds_are: Literal["exact", "cut bound"]
     bound_share: float | None
+    binding: dict[str, float]
 
 
 def predict(
@@ -108,6 +110,7 @@ def _write(prediction: Prediction, bounds: _Bounds, directory: Path) -> None:
         synchronization_bound=bounds.synchronization,
         bounds_are="exact" if bounds.step.exact else CUT_BOUND,
         bound_share=bounds.share(prediction.step_time),
+        binding=bounds.step.binding,
     ).write(directory)
 
 
@@ -120,8 +123,11 @@ def _text(prediction: Prediction, bounds: _Bounds) -> str:
         f"step bound           {least * 1e3:10.1f} ms ({reached}{cut})",
         f"synchronization      {prediction.synchronization_time * 1e3:10.1f} ms",
         f"synchronization bound{bounds.synchronization * 1e3:10.1f} ms{f' ({CUT_BOUND})' if cut else ''}",
-        "busiest links",
     ]
+    if bounds.step.binding:
+        lines.append("links that set the synchronization bound")
+    lines += [f"  {line}" for line in bounds.step.binding_lines(_BUSIEST)]
+    lines.append("busiest links")
     busiest = sorted(prediction.timeline.links.items(), key=lambda item: -item[1])[:_BUSIEST]
     lines += [f"  {name:30s} {busy:6.1%}" for name, busy in busiest]
     lines.append("critical path")

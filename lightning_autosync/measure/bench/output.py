@@ -15,6 +15,8 @@ from lightning_autosync.measure.figures import numbers_table, save_figure
 
 EXACT = 1e-4
 """Largest relative deviation of gradients that the order of floating-point sums explains."""
+_BINDING = 4
+"""Number of links in the line about the bound."""
 
 
 def result_table(result: BenchResult) -> Table:
@@ -78,6 +80,10 @@ def remarks(result: BenchResult) -> list[str]:
         lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy: repeat this on an idle machine")
     if result.bound is not None:
         lines.append(f"bound: {result.bound.meaning}: {result.bound.seconds * 1e3:.1f} ms")
+        if result.bound.binding:
+            lines.append(
+                f"links that set the bound on synchronization: {', '.join(result.bound.binding_lines(_BINDING))}"
+            )
     lines += ddp_legend(result)
     lines += [f"{name}: {reason}" for name, reason in result.preparation.reasons.items()]
     lines += _best_of_sparse_ddp(result)

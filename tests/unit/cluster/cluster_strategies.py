@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 from hypothesis import strategies as st
@@ -84,3 +86,51 @@ def alike_clusters(draw: st.DrawFn, max_ranks: int = 10) -> ClusterSpec:
             "rank_order": draw(st.permutations(order)),
         }
     )
+
+
+def cluster_of(nodes: Iterable[dict[str, Any]], switches: list[str], links: list[dict[str, Any]]) -> ClusterSpec:
+    """The cluster with these fields."""
+    fields = {"nodes": list(nodes), "switches": switches, "links": links}
+    return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "fabric", **fields})
+
+
+def leaves_and_spines(leaves: int, spines: int, nodes_per_leaf: int, uplink: float = 1e6) -> ClusterSpec:
+    """Nodes of 1 MB/s on leaf switches, each of which has an uplink to every spine."""
+    names = [f"n{index}" for index in range(leaves * nodes_per_leaf)]
+    links: list[dict[str, Any]] = [
+        {"a": name, "b": f"leaf{index // nodes_per_leaf}", "bandwidth": 1e6} for index, name in enumerate(names)
+    ]
+    pairs = product(range(leaves), range(spines))
+    links += [{"a": f"leaf{leaf}", "b": f"spine{spine}", "bandwidth": uplink} for leaf, spine in pairs]
+    switches = [f"leaf{leaf}" for leaf in range(leaves)] + [f"spine{spine}" for spine in range(spines)]
+    return cluster_of(({"name": name} for name in names), switches, links)
+
+
+def two_links_a_node(nodes: int) -> ClusterSpec:
+    """Nodes with a link of 1 MB/s to each of two switches, which are not linked."""
+    pairs = product(range(nodes), range(2))
+    links = [{"a": f"n{node}", "b": f"s{switch}", "bandwidth": 1e6} for node, switch in pairs]
+    return cluster_of(({"name": f"n{index}"} for index in range(nodes)), ["s0", "s1"], links)
+
+
+@st.composite
+def fabrics(draw: st.DrawFn, max_ranks: int = 6, symmetric: bool = False) -> ClusterSpec:
+    """Leaves and spines with several routes between leaves, and nodes of which some have links to two leaves."""
+    leaves, spines = draw(st.integers(2, 3)), draw(st.integers(2, 3))
+    links: list[dict[str, Any]] = []
+
+    def connect(a: str, b: str) -> None:
+        rate = draw(RATES)
+        links.append({"a": a, "b": b, "bandwidth": rate, "reverse_bandwidth": rate if symmetric else draw(RATES)})
+
+    for leaf, spine in product(range(leaves), range(spines)):
+        connect(f"leaf{leaf}", f"spine{spine}")
+    nodes: list[dict[str, Any]] = []
+    left = draw(st.integers(2, max_ranks))
+    while left:
+        nodes.append({"name": f"n{len(nodes)}", "devices": draw(st.integers(1, min(left, 2)))})
+        left -= nodes[-1]["devices"]
+        for leaf in draw(st.permutations(range(leaves)))[: draw(st.integers(1, 2))]:
+            connect(nodes[-1]["name"], f"leaf{leaf}")
+    switches = [f"leaf{leaf}" for leaf in range(leaves)] + [f"spine{spine}" for spine in range(spines)]
+    return cluster_of(nodes, switches, links)

@@ -722,6 +722,7 @@ def results() -> dict[str, Result]:
             synchronization_bound=0.1,
             bounds_are="exact",
             bound_share=2 / 3,
+            binding={"a > b": 1.0},
         ),
         "predict, hybrid": HybridPredictionResult(
             plan="0123456789ab",

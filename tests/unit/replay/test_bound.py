@@ -9,7 +9,7 @@ from replay_cases import IDEAL, RATE, all_reduce, one_switch, price, tree, workl
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.replay import least_step, synchronization_bound
-from lightning_autosync.replay.bound import arrival_times
+from lightning_autosync.replay.bound import Bound, arrival_times
 from lightning_autosync.workload import Variable, Workload
 
 TABLE = Variable(name="table", shape=(100, 1), kind="row_sparse", rows=50.0)
@@ -68,3 +68,10 @@ def test_no_step_over_rested_links_is_priced_below_the_bound(transfers: list[Any
     assert seconds >= least_step(work, one_switch(2), burst=constants.burst).seconds * (1 - 1e-6)
     if forward == 1.0:  # a rest in which buckets fill: bytes over rate, by itself, bounds nothing
         assert seconds < least_step(work, one_switch(2)).seconds
+
+
+def test_the_links_of_the_bound_are_named_the_largest_first() -> None:
+    binding = {"a > b": 0.7, "b > c": 0.2, "c > d": 0.1}
+    bound = Bound(1.0, 0.0, "synchronization alone", binding=binding)
+    assert bound.binding_lines(3) == ["a > b (70%)", "b > c (20%)", "c > d (10%)"]
+    assert bound.binding_lines(1) == ["a > b (70%)", "2 more"]
