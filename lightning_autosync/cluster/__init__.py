@@ -12,6 +12,7 @@ from lightning_autosync.cluster.bounds import (
     synchronization_rate,
     synchronization_time,
 )
+from lightning_autosync.cluster.broadcasts import BroadcastPacking, pack_broadcasts
 from lightning_autosync.cluster.files import (
     configuration_directory,
     read_resource_spec,
@@ -35,6 +36,7 @@ from lightning_autosync.cluster.units import (
 __all__ = [
     "FRAMING",
     "PAYLOAD_SHARE",
+    "BroadcastPacking",
     "Bytes",
     "Channel",
     "ClusterSpec",
@@ -49,6 +51,7 @@ __all__ = [
     "configuration_directory",
     "least_step_time",
     "one_switch_time",
+    "pack_broadcasts",
     "pack_trees",
     "parse_bytes",
     "parse_rate",
