@@ -214,7 +214,7 @@ class Resources:
         assert self._transport is not None
         channel = _ROUNDS * message.index
         gathered = isinstance(message.rounds[0].transfers[0], RowBroadcast)
-        kind = RowGatherExchange if gathered else RowTreeExchange
+        kind: type[RowGatherExchange] | type[RowTreeExchange] = RowGatherExchange if gathered else RowTreeExchange
         exchange = kind(self._transport, channel, self._rank, message, width, dtype, self._timeout)
         return StagedRowExchange(exchange, device) if device.type != "cpu" else exchange
 
