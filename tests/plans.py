@@ -55,7 +55,11 @@ def groups(
 ) -> Group:
     architecture = draw(st.sampled_from(["all_reduce", "parameter_server"]))
     shares = one_node and not lossy and architecture == "all_reduce" and variables[0].kind == "dense"
-    topology = draw(st.sampled_from(topologies.names() if shares else topologies.everywhere()))
+    dense = variables[0].kind == "dense"
+    # Rows that are gathered once need no server.
+    once = not dense and architecture == "all_reduce"
+    allowed = topologies.everywhere() + (("shared_memory",) if shares else ()) + (("gather_rows",) if once else ())
+    topology = draw(st.sampled_from(allowed))
     kinds = ["fp16", "bf16", "int8", "topk", "powersgd"] if lossy else ["none"]
     compressor = Compressor(kind=draw(st.sampled_from(kinds)))
     partition = draw(partitions(variables, axes=compressor.kind != "powersgd"))

@@ -13,6 +13,7 @@ from lightning_autosync.cluster.bounds import (
     synchronization_rate,
     synchronization_time,
 )
+from lightning_autosync.cluster.broadcasts import BroadcastPacking, pack_broadcasts
 from lightning_autosync.cluster.files import (
     configuration_directory,
     read_resource_spec,
@@ -36,6 +37,7 @@ from lightning_autosync.cluster.units import (
 __all__ = [
     "FRAMING",
     "PAYLOAD_SHARE",
+    "BroadcastPacking",
     "Bytes",
     "Channel",
     "ClusterSpec",
@@ -51,6 +53,7 @@ __all__ = [
     "configuration_directory",
     "least_step_time",
     "one_switch_time",
+    "pack_broadcasts",
     "pack_trees",
     "parse_bytes",
     "parse_rate",

@@ -259,13 +259,13 @@ def _drop_small(
         if not kept.any():
             continue
         kept /= kept.sum()
-        rate = _rate(packing.loads @ kept, capacities)
+        rate = filling_rate(packing.loads @ kept, capacities)
         if rate >= _RATE_KEPT_IN_ALL * packing.rate:
             break
     return rate, kept
 
 
-def _rate(loads: NDArray[numpy.float64], capacities: NDArray[numpy.float64]) -> float:
+def filling_rate(loads: NDArray[numpy.float64], capacities: NDArray[numpy.float64]) -> float:
     """Bytes/s at which the first channel is full, if each byte loads the channels by ``loads``."""
     used = loads > 0
     return float((capacities[used] / loads[used]).min())

@@ -16,6 +16,7 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.compressor_state import CompressorState
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT, connect_pairs
 from lightning_autosync.engine.exchanges.base import Exchange
+from lightning_autosync.engine.exchanges.gathered_rows import RowGatherExchange
 from lightning_autosync.engine.exchanges.low_rank import LowRankExchange
 from lightning_autosync.engine.exchanges.native import (
     AllReduceExchange,
@@ -36,6 +37,7 @@ from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,
     Message,
+    RowBroadcast,
     Schedule,
     SharedMemoryReduce,
     TwoLevelAllReduce,
@@ -211,7 +213,9 @@ class Resources:
             return NativeRowExchange(width, dtype, device, self._group)
         assert self._transport is not None
         channel = _ROUNDS * message.index
-        exchange = RowTreeExchange(self._transport, channel, self._rank, message, width, dtype, self._timeout)
+        gathered = isinstance(message.rounds[0].transfers[0], RowBroadcast)
+        kind: type[RowGatherExchange] | type[RowTreeExchange] = RowGatherExchange if gathered else RowTreeExchange
+        exchange = kind(self._transport, channel, self._rank, message, width, dtype, self._timeout)
         return StagedRowExchange(exchange, device) if device.type != "cpu" else exchange
 
     def _keep(self, message: Message, **tensors: Tensor | None) -> None:

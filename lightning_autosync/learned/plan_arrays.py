@@ -16,6 +16,7 @@ from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,
     Message,
+    RowBroadcast,
     SharedMemoryReduce,
     Transfer,
     TreeTransfer,
@@ -141,6 +142,9 @@ def _ranges(context: Context, transfer: Transfer) -> Iterator[tuple[int, int, in
                 context.depths[tree.parents] = tree.depth
         depth = (context.depths[transfer.reduce.parents] + context.depths[transfer.broadcast.parents]) / 2
         yield transfer.root, numel, ceil(numel / transfer.segment), depth
+    elif isinstance(transfer, RowBroadcast):
+        depth = sum(tree.depth for tree in transfer.trees) / len(transfer.trees)
+        yield EVERYBODY, transfer.stop - transfer.start, 1, depth
     elif isinstance(transfer, AllToAll):
         for owner, start, stop in zip(transfer.owners, transfer.bounds, transfer.bounds[1:], strict=False):
             yield owner, stop - start, 1, 1

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy
 
 from lightning_autosync.cluster import PAYLOAD_SHARE, LinkGraph
-from lightning_autosync.plan.schedule import Message, Round, Schedule, TreeTransfer
+from lightning_autosync.plan.schedule import Message, Round, RowBroadcast, Schedule, TreeTransfer
 
 HEADROOM = 1.01
 """Factor on the exact rate that lets a connection catch up. With a larger factor, the many small connections of a full
@@ -102,7 +102,7 @@ def _arc_rates(message: Message, round: Round, topology: LinkGraph) -> dict[Arc,
 
 
 def _arc_elements(round: Round) -> dict[Arc, int]:
-    """Elements sent up and down all trees of a round, by pair of sender and receiver."""
+    """Elements sent along all trees of a round, by pair of sender and receiver."""
     arcs: dict[Arc, int] = defaultdict(int)
     for transfer in round.transfers:
         if isinstance(transfer, TreeTransfer):
@@ -113,6 +113,11 @@ def _arc_elements(round: Round) -> dict[Arc, int]:
             for rank, parent in enumerate(transfer.broadcast.parents):
                 if parent >= 0:
                     arcs[parent, rank] += elements
+        elif isinstance(transfer, RowBroadcast):
+            for tree in transfer.trees:
+                for rank, parent in enumerate(tree.parents):
+                    if parent >= 0:
+                        arcs[parent, rank] += transfer.stop - transfer.start
     return arcs
 
 

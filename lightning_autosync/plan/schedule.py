@@ -1,8 +1,8 @@
 """`Schedule`: a plan compiled for one workload and one cluster.
 
 The engine and the replay take the same Schedule, so the replay predicts what the engine runs. A range of elements is
-exchanged in one of three ways: by a reduce tree and a broadcast tree with the same root, by a native collective of the
-backend, or by a sum in memory that the ranks of one machine share.
+exchanged in one of four ways: by a reduce tree and a broadcast tree with the same root, by broadcasts of every rank's
+rows, by a native collective of the backend, or by a sum in memory that the ranks of one machine share.
 """
 
 from __future__ import annotations
@@ -39,6 +39,26 @@ class TreeTransfer:
     @property
     def root(self) -> int:
         return self.reduce.root
+
+
+@dataclass(frozen=True)
+class RowBroadcast:
+    """Touched rows of a table, which every rank sends to all others; each rank then adds them up in rank order.
+
+    Elements ``[start, stop)`` stand for a share of each rank's touched rows, whatever their indices: ranks touch
+    different numbers of rows, and popular rows often have close indices. The rows of rank ``r`` travel down
+    ``trees[r]``, pipelined in pieces of ``segment`` elements.
+    """
+
+    start: int
+    stop: int
+    trees: tuple[Tree, ...]
+    segment: int
+
+    def __post_init__(self) -> None:
+        for rank, tree in enumerate(self.trees):
+            if tree.root != rank:
+                raise ValueError(f"the tree of rank {rank}'s rows starts at rank {tree.root}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +109,7 @@ class TwoLevelAllReduce:
     places: tuple[tuple[int, ...], ...]
 
 
-Transfer = TreeTransfer | AllReduce | AllToAll | SharedMemoryReduce | TwoLevelAllReduce
+Transfer = TreeTransfer | RowBroadcast | AllReduce | AllToAll | SharedMemoryReduce | TwoLevelAllReduce
 
 
 @dataclass(frozen=True)
@@ -158,7 +178,7 @@ class Message:
     @cached_property
     def on_trees(self) -> bool:
         """Whether it travels on this package's own connections."""
-        return any(isinstance(transfer, TreeTransfer) for transfer in self.rounds[0].transfers)
+        return any(isinstance(transfer, TreeTransfer | RowBroadcast) for transfer in self.rounds[0].transfers)
 
     @cached_property
     def in_shared_memory(self) -> bool:
@@ -183,14 +203,20 @@ class Schedule:
         edges: set[tuple[int, int]] = set()
         for message in self.messages:
             for transfer in (transfer for round in message.rounds for transfer in round.transfers):
-                if isinstance(transfer, TreeTransfer):
-                    for tree in (transfer.reduce, transfer.broadcast):
-                        edges.update(
-                            (min(rank, parent), max(rank, parent))
-                            for rank, parent in enumerate(tree.parents)
-                            if parent >= 0
-                        )
+                for tree in trees_of(transfer):
+                    edges.update(
+                        (min(rank, parent), max(rank, parent))
+                        for rank, parent in enumerate(tree.parents)
+                        if parent >= 0
+                    )
         return edges
+
+
+def trees_of(transfer: Transfer) -> tuple[Tree, ...]:
+    """The trees of a transfer; none for those of the backend and in shared memory."""
+    if isinstance(transfer, TreeTransfer):
+        return transfer.reduce, transfer.broadcast
+    return transfer.trees if isinstance(transfer, RowBroadcast) else ()
 
 
 def _plain(value: Any) -> Any:

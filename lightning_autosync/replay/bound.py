@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning_autosync.cluster import (
@@ -45,7 +45,9 @@ class Bound:
 def least_step(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> Bound:
     """Bound the step time: synchronization overlaps with backward and ends before the next forward.
 
-    The bound is the larger of `step_bound` and the time until every node has received the rows that others touched.
+    The bound is the largest of `step_bound`, the time until every node has received what others changed, and the time
+    until every node has sent what its own ranks changed. It holds for sums along trees as for rows that travel once: in
+    either way, every row that some rank touched reaches each node at least once.
 
     Args:
         workload: the workload, with its tables ``row_sparse``. If it has no times, computation takes no time.
@@ -57,11 +59,16 @@ def least_step(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, b
         ClusterError: the rates of the cluster are unknown.
     """
     fastest = max(node.speed for node in cluster.nodes)
+    begin = workload.forward_time / fastest
     arrivals = (
-        workload.forward_time / fastest + seconds + workload.optimizer_time / node.speed
+        begin + seconds + workload.optimizer_time / node.speed
         for node, seconds in arrival_times(workload, cluster, framing, burst)
     )
-    seconds = max(step_bound(workload, cluster, framing, burst), *arrivals)
+    departures = (
+        begin + seconds + workload.optimizer_time / fastest
+        for _, seconds in departure_times(workload, cluster, framing, burst)
+    )
+    seconds = max(step_bound(workload, cluster, framing, burst), *arrivals, *departures)
     passes = workload.forward_time + workload.backward_time
     compute = (passes + workload.optimizer_time) / min(node.speed for node in cluster.nodes)
     exact = synchronization_limit(cluster).exact
@@ -107,24 +114,56 @@ def changed_bytes(variable: Variable) -> float:
 def arrival_times(
     workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0
 ) -> Iterator[tuple[Node, float]]:
-    """For each node, a lower bound in seconds on receiving everything that its ranks need from other nodes.
+    """For each node, a lower bound on when it has received everything that its ranks need from other nodes.
 
-    They need the dense gradients and every row that another rank touched. Each rank draws its rows uniformly.
+    They need the dense gradients and every row that another rank touched. Rows that several others touched count once,
+    as if they were summed on the way. No byte is sent before the fastest node has the gradient.
+
+    Assumptions: each rank draws its rows uniformly and independently, the mean number of rows is that of every step,
+    and indices of rows take no bytes. Where ranks prefer the same popular rows, fewer bytes may be enough.
+
+    Yields:
+        The node, and seconds from the start of the fastest node's backward pass.
     """
     for node in cluster.nodes:
-        others = cluster.world_size - node.devices
-        needed = sum(variable.bytes * _share(variable, others) for variable in workload.variables) if others else 0.0
-        rates = list(_rates_in(cluster, node.name))
-        left = max(0.0, framing * needed - burst * len(rates))
-        yield node, left / sum(rates) if left else 0.0
+        rates = [incoming for incoming, _ in _rates_of(cluster, node.name)]
+        yield node, _transfer_time(workload, cluster, cluster.world_size - node.devices, rates, framing, burst)
 
 
-def _rates_in(cluster: ClusterSpec, name: str) -> Iterator[float]:
-    """Incoming bytes/s of a node, for each of its links."""
+def departure_times(
+    workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0
+) -> Iterator[tuple[Node, float]]:
+    """Like `arrival_times`, when each node has sent what others need from it: sums, and rows that its ranks touched."""
+    for node in cluster.nodes:
+        rates = [outgoing for _, outgoing in _rates_of(cluster, node.name)]
+        ranks = node.devices if node.devices < cluster.world_size else 0
+        yield node, _transfer_time(workload, cluster, ranks, rates, framing, burst)
+
+
+def _transfer_time(
+    workload: Workload, cluster: ClusterSpec, ranks: int, rates: Sequence[float], framing: float, burst: float
+) -> float:
+    """Seconds until links with ``rates`` have carried what ``ranks`` ranks changed, none of it before it is ready."""
+    if not ranks or not rates:
+        return 0.0
+    fastest = max(node.speed for node in cluster.nodes)
+    ready = ready_times(workload)
+    end = size = 0.0
+    for variable in sorted(workload.variables, key=lambda variable: -ready[variable.name]):
+        size += framing * variable.bytes * _share(variable, ranks)
+        if size > burst * len(rates):
+            end = max(end, ready[variable.name] / fastest + (size - burst * len(rates)) / sum(rates))
+    return end
+
+
+def _rates_of(cluster: ClusterSpec, name: str) -> Iterator[tuple[float, float]]:
+    """Incoming and outgoing bytes/s of a node, for each of its links."""
     for link in cluster.links:
-        rate = link.bandwidth if link.b == name else link.reverse_bandwidth if link.a == name else None
-        if rate is not None:
-            yield rate
+        rates = link.bandwidth, link.reverse_bandwidth
+        if link.a != name:
+            rates = rates[::-1]
+        if name in (link.a, link.b) and rates[0] is not None and rates[1] is not None:
+            yield rates[1], rates[0]
 
 
 def _share(variable: Variable, ranks: int) -> float:

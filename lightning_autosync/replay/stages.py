@@ -10,7 +10,15 @@ import numpy
 
 from lightning_autosync.plan import codecs
 from lightning_autosync.plan.messages import ITEMSIZE
-from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, Round, TreeTransfer, TwoLevelAllReduce
+from lightning_autosync.plan.schedule import (
+    AllReduce,
+    AllToAll,
+    Message,
+    Round,
+    RowBroadcast,
+    TreeTransfer,
+    TwoLevelAllReduce,
+)
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import NOTHING, Floats, Forest
 from lightning_autosync.workload import Workload
@@ -64,7 +72,7 @@ class Stage:
         ring_steps: number of sequential hops of the ring.
         ring_pieces: number of pieces that each rank sends in a ring step.
         latencies: number of one-way latencies of a hop on trees; a hop of a ring, which is gloo's, always has two.
-        growth: [ranks + 1] share of a range that the sum over k ranks fills; only for sparse rows.
+        growth: [ranks + 1] share of a range that the sum over k ranks fills, only for rows; 1 if nothing is summed.
         gather, seal, open: core-seconds per byte of values to add a contribution, to encode, and to decode the sum.
         handling: core-seconds per frame at each end, on top of the cost of every frame.
     """
@@ -292,51 +300,81 @@ class StageMaker:
         return self._forest.row(tuple(parents))
 
     def _rows(self, message: Message) -> list[Stage]:
-        """Touched rows: trees merge them on the way up, while the backend gathers all ranks' rows on every rank."""
-        constants, ranks, table = self._constants, self._ranks, message.rows
-        width = message.numel // table
-        row_bytes = _INDEX_BYTES + width * ITEMSIZE[message.dtype]
+        """Touched rows: trees merge them on the way up, or every rank gathers the rows of all ranks."""
+        width = message.numel // message.rows
         touched = self._workload.variable(message.variables[0]).rows
-        touched = float(table) if touched is None else touched
-        merge = constants.encode.seconds_per_byte("rows")
+        touched = float(message.rows) if touched is None else touched
+        size = touched * (_INDEX_BYTES + width * ITEMSIZE[message.dtype])
         if message.collective:
-            size = touched * row_bytes
-            launch = constants.collective_cost + constants.merge_cost
-            sizes = (ranks - 1) * 8.0
-            counts = Stage(message.index, True, launch=launch, ring=sizes, ring_way=ONWARDS, ring_steps=ranks - 1)
-            wire = (ranks - 1) * size * constants.framing
-            gathering = Stage(
-                message.index,
-                True,
-                deferred=True,
-                launch=self._crowd * (constants.collective_cost + size / constants.copy_rate),
-                ring=wire,
-                ring_way=ONWARDS,
-                ring_steps=ranks - 1,
-                finish=self._crowd * ranks * (size * merge + constants.merge_cost),
-            )
-            return [counts, gathering]
-        row = self._forest.row
+            return self._native_rows(message, size)
+        if isinstance(message.rounds[0].transfers[0], RowBroadcast):
+            return [self._gathered_rows(message, size, touched)]
+        return [self._merged_rows(message, size, touched)]
+
+    def _native_rows(self, message: Message, size: float) -> list[Stage]:
+        """The backend's all-gathers: of the numbers of rows, then of ``size`` bytes of rows from each rank."""
+        constants, ranks = self._constants, self._ranks
+        launch = constants.collective_cost + constants.merge_cost
+        sizes = (ranks - 1) * 8.0
+        counts = Stage(message.index, True, launch=launch, ring=sizes, ring_way=ONWARDS, ring_steps=ranks - 1)
+        gathering = Stage(
+            message.index,
+            True,
+            deferred=True,
+            launch=self._crowd * (constants.collective_cost + size / constants.copy_rate),
+            ring=(ranks - 1) * size * constants.framing,
+            ring_way=ONWARDS,
+            ring_steps=ranks - 1,
+            finish=self._adding(size),
+        )
+        return [counts, gathering]
+
+    def _adding(self, size: float) -> float:
+        """Seconds in which each rank adds up the rows of all ranks, ``size`` bytes from each."""
+        merge = self._constants.encode.seconds_per_byte("rows")
+        return self._crowd * self._ranks * (size * merge + self._constants.merge_cost)
+
+    def _gathered_rows(self, message: Message, size: float, touched: float) -> Stage:
+        """A broadcast of ``size`` bytes from each rank; the rank's main thread packs its rows and adds up all rows."""
+        constants, width = self._constants, message.numel // message.rows
+        flows = []
+        for transfer in message.rounds[0].transfers:
+            assert isinstance(transfer, RowBroadcast)
+            share = (transfer.stop - transfer.start) / message.numel
+            pieces = max(1, round_up(share * touched / max(1, transfer.segment // width)))
+            wire = share * size * constants.framing
+            for tree in transfer.trees:
+                flows.append(Flow(NOTHING, self._forest.row(tree.parents), wire, share * size, pieces))
+        return Stage(
+            message.index,
+            False,
+            launch=constants.merge_cost + size / constants.copy_rate,
+            flows=tuple(flows),
+            growth=numpy.ones(self._ranks + 1),
+            finish=self._adding(size),
+        )
+
+    def _merged_rows(self, message: Message, size: float, touched: float) -> Stage:
+        """Rows along trees, merged on the way up: ``size`` bytes of ``touched`` rows from each rank."""
+        constants, row = self._constants, self._forest.row
+        whole = size * message.rows / max(touched, 1e-9)
         flows = []
         for transfer in message.rounds[0].transfers:
             assert isinstance(transfer, TreeTransfer)
-            size = (transfer.stop - transfer.start) // width * row_bytes
+            part = (transfer.stop - transfer.start) / message.numel * whole
             trees = row(transfer.reduce.parents), row(transfer.broadcast.parents)
-            flows.append(Flow(*trees, size * constants.framing, float(size), 1))
+            flows.append(Flow(*trees, part * constants.framing, part, 1))
         # Ranks touch rows independently, so some coincide: the sum over k ranks fills 1 - (1 - p)^k of the table.
-        growth = 1 - (1 - touched / table) ** numpy.arange(ranks + 1, dtype=numpy.float64)
-        unpack = touched * row_bytes * constants.decode.seconds_per_byte("rows") + constants.merge_cost
-        return [
-            Stage(
-                message.index,
-                False,
-                flows=tuple(flows),
-                growth=growth,
-                gather=merge,
-                handling=constants.merge_cost,
-                finish=self._crowd * unpack,
-            )
-        ]
+        growth = 1 - (1 - touched / message.rows) ** numpy.arange(self._ranks + 1, dtype=numpy.float64)
+        return Stage(
+            message.index,
+            False,
+            flows=tuple(flows),
+            growth=growth,
+            gather=constants.encode.seconds_per_byte("rows"),
+            handling=constants.merge_cost,
+            finish=self._crowd * (size * constants.decode.seconds_per_byte("rows") + constants.merge_cost),
+        )
 
 
 def _alike(round: Round, counts: int) -> list[tuple[TreeTransfer, int, int, int]]:

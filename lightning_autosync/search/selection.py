@@ -19,7 +19,8 @@ import numpy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
-from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method, native_sizes, serve_rows
+from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method, native_sizes
+from lightning_autosync.plan.builders.rows import place_rows, serve_rows
 from lightning_autosync.plan.space import Block, Domain, Genome, PlanSpace
 from lightning_autosync.plan.space.domains import JOIN
 from lightning_autosync.plan.topologies import method as find_method
@@ -81,7 +82,7 @@ def rank_plans(
 
     They always include DDP's plan, the default's native all-reduce, and the fastest plan of a builder, even if these
     resemble faster plans. Where nothing can be chosen (one rank) or predicted (unknown rates of links), DDP's plan is
-    the only one. Row-wise variables never take the backend's exchange of rows; see `serve_rows`.
+    the only one. Row-wise variables never take the backend's exchange of rows; see `place_rows`.
 
     The search ends early once it stops improving. It runs longer than ``seconds`` by at most the pricing of one plan,
     or by the first three plans if these alone take longer. Loading the replay's code does not count; see `warm_up`. The
@@ -171,7 +172,7 @@ class _SelectionSpace(PlanSpace):
             arguments["bucket_bytes"] = self._bucket_bytes
         taken = inspect.signature(builders.find(name)).parameters.keys() & arguments.keys()
         plan = builders.build(name, self.workload, self.cluster, **{key: arguments[key] for key in taken})
-        plan = serve_rows(plan, self.workload)
+        plan = place_rows(plan, self.workload, self.cluster)
         if SEMANTICS.index(plan.semantics) > SEMANTICS.index(self.semantics):
             raise PlanError(f"builder '{name}': its plan is {plan.semantics}; allowed: {self.semantics}")
         for group in plan.groups:

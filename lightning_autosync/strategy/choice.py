@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec, ring_time
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method, native_sizes, serve_rows
+from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method, native_sizes
+from lightning_autosync.plan.builders.rows import place_rows, serve_rows
 from lightning_autosync.workload import Workload
 
 LEAST_GAIN = 1.05
@@ -63,9 +64,10 @@ def choose_plan(
     name, best, build = link_method(workload, cluster)
     times = f"predicted for cluster '{cluster.name}': {best:.3g} s a step, and {native:.3g} s with a native all-reduce"
     if native <= LEAST_GAIN * best:
-        fused = serve_rows(builders.all_reduce(workload, cluster, **(native_sizes(cluster) | sizes)), workload)
+        fused = builders.all_reduce(workload, cluster, **(native_sizes(cluster) | sizes))
         return (
-            fused,
+            place_rows(fused, workload, cluster),
             f"fused native all-reduce, because no other method is more than 5% faster; the best is {name}, {times}",
         )
-    return build(workload, cluster, **({"bucket_bytes": LINK_BUCKET} | sizes)), f"{name}, {times}"
+    plan = build(workload, cluster, **({"bucket_bytes": LINK_BUCKET} | sizes))
+    return place_rows(plan, workload, cluster), f"{name}, {times}"

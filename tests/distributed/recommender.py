@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import distance, engine, subgroup
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import Engine
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.workload import Workload, describe
 
@@ -39,21 +43,43 @@ def workload_of(module: nn.Module, kind: str) -> Workload:
     return described.model_copy(update={"variables": variables})
 
 
-def train(forward: nn.Module, module: nn.Module, rank: int, idle_rank: int | None) -> None:
+def train(
+    forward: nn.Module,
+    module: nn.Module,
+    rank: int,
+    idle_rank: int | None,
+    micro_batches: int = 1,
+    accumulate: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Four steps, each of some micro-batches, of which all but the last run in ``accumulate()``."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     generator = torch.Generator().manual_seed(rank)
     for step in range(4):
-        items = torch.randint(0, ROWS, (3, 2), generator=generator)
-        if step == 1:
-            items[:] = 7  # all ranks touch one row, and it alone
-        loss = forward(items, idle=rank == idle_rank and step == 2).square().mean()
-        loss.backward()
+        for number in range(micro_batches):
+            items = torch.randint(0, ROWS, (3, 2), generator=generator)
+            if step == 1:
+                items[:] = 7  # all ranks touch one row, and it alone
+            with accumulate() if number < micro_batches - 1 else nullcontext():
+                loss = forward(items, idle=rank == idle_rank and step == 2).square().mean()
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
+@contextmanager
+def unsynchronized(running: Engine) -> Iterator[None]:
+    """Accumulate gradients without sending them."""
+    running.enabled = False
+    yield
+    running.enabled = True
+
+
 def row_distances(
-    plans: list[dict[str, Any]], cluster: dict[str, Any], sparse: bool, idle_rank: int | None = None
+    plans: list[dict[str, Any]],
+    cluster: dict[str, Any],
+    sparse: bool,
+    idle_rank: int | None = None,
+    micro_batches: int = 1,
 ) -> list[float] | None:
     """For each plan, how far training by rows ends from DDP's dense weights."""
     group = subgroup(plans[0]["world_size"])
@@ -65,13 +91,13 @@ def row_distances(
     reference = Recommender(sparse=False).double()
     reference.load_state_dict(start.state_dict())
     ddp = DistributedDataParallel(reference, process_group=group, find_unused_parameters=idle_rank is not None)
-    train(ddp, reference, rank, idle_rank)
+    train(ddp, reference, rank, idle_rank, micro_batches, ddp.no_sync)
     found = []
     for plan in plans:
         module = copy.deepcopy(start)
         workload = workload_of(module, "sparse" if sparse else "row_sparse")
-        with engine(module, SyncPlan.from_dict(plan), ClusterSpec.from_dict(cluster), group, workload):
-            train(module, module, rank, idle_rank)
+        with engine(module, SyncPlan.from_dict(plan), ClusterSpec.from_dict(cluster), group, workload) as running:
+            train(module, module, rank, idle_rank, micro_batches, partial(unsynchronized, running))
         found.append(distance(module, reference))
     return found
 
@@ -91,14 +117,14 @@ def gradient_kinds(plan: dict[str, Any], cluster: dict[str, Any], sparse: bool) 
         return [str(gradient.layout), touched, running.bytes_sent]
 
 
-def layouts_of_idle_ranks(cluster: dict[str, Any], sparse: bool, touched: bool) -> list[Any]:
+def layouts_of_idle_ranks(cluster: dict[str, Any], sparse: bool, touched: bool, builder: str = "ps") -> list[Any]:
     """Layout of the table's gradient (None if there is none) when at most rank 0 uses the table."""
     group = subgroup(3)
     if group is None:
         return []
     module = Recommender(sparse).double()
     workload = workload_of(module, "sparse" if sparse else "row_sparse")
-    plan = builders.ps(workload, ClusterSpec.from_dict(cluster))
+    plan = builders.build(builder, workload, ClusterSpec.from_dict(cluster))
     idle = dist.get_rank(group) > 0 or not touched
     with engine(module, plan, ClusterSpec.from_dict(cluster), group, workload):
         module(torch.tensor([[1, 20]]), idle=idle).sum().backward()

@@ -16,7 +16,8 @@ from lightning_autosync.engine.transport import DOWN, UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, TreeTransfer
 
-_INDEX_BYTES = _COUNT_BYTES = 8
+INDEX_BYTES = _COUNT_BYTES = 8
+"""Bytes of the index of a row, and of the number of gradients."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,15 @@ class Rows:
     @staticmethod
     def unpacked(wire: Tensor, width: int, dtype: torch.dtype) -> Rows:
         """The rows that `packed` wrote into ``wire``, as views."""
-        gradients, rows = wire[:_COUNT_BYTES], wire[_COUNT_BYTES:]
-        count = rows.numel() // (_INDEX_BYTES + width * dtype.itemsize)
-        indices = rows[: _INDEX_BYTES * count].view(torch.int64)
-        values = rows[_INDEX_BYTES * count :].view(dtype).view(count, width)
-        return Rows(indices, values, int(gradients.view(torch.int64)))
+        gradients = int(wire[:_COUNT_BYTES].view(torch.int64))
+        return Rows.cut(wire[_COUNT_BYTES:], width, dtype, gradients)
+
+    @staticmethod
+    def cut(wire: Tensor, width: int, dtype: torch.dtype, gradients: int) -> Rows:
+        """Rows of which ``wire`` has the indices, then the values, as views."""
+        count = wire.numel() // (INDEX_BYTES + width * dtype.itemsize)
+        indices = wire[: INDEX_BYTES * count].view(torch.int64)
+        return Rows(indices, wire[INDEX_BYTES * count :].view(dtype).view(count, width), gradients)
 
 
 def add_rows(parts: list[Rows]) -> Rows:
@@ -122,7 +127,7 @@ class RowTreeExchange(TreeSteps, RowExchange):
         self._rank = rank
         self._width = width
         self._dtype = dtype
-        self._row_bytes = _INDEX_BYTES + width * dtype.itemsize
+        self._row_bytes = INDEX_BYTES + width * dtype.itemsize
         self._paths = [
             _Path(number, transfer, transfer.start // width, transfer.stop // width)
             for number, transfer in enumerate(message.rounds[0].transfers)

@@ -20,6 +20,7 @@ from lightning_autosync.plan.builders.parameter_server import (
 )
 from lightning_autosync.plan.builders.registry import Builder, build, find, names, register, relaxed_names
 from lightning_autosync.plan.builders.relaxed import asynchronous, bounded_staleness, partial_reduce, periodic
+from lightning_autosync.plan.builders.rows import gathered_rows
 from lightning_autosync.plan.builders.shared_memory import shared_memory
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "build",
     "byteps",
     "find",
+    "gathered_rows",
     "hierarchical",
     "names",
     "packed_trees",

@@ -1,4 +1,4 @@
-"""Parts of the default plan: sizes of messages, service of row-wise variables, and the method that suits the links."""
+"""Parts of the default plan: sizes of messages, and the method that suits the links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_autosync.cluster import ClusterSpec, LinkGraph, pack_trees, ring_
 from lightning_autosync.plan.builders.grouping import MIB
 from lightning_autosync.plan.builders.links import packed_trees
 from lightning_autosync.plan.builders.parameter_server import byteps
-from lightning_autosync.plan.spec import Partition, SyncPlan
+from lightning_autosync.plan.spec import SyncPlan
 from lightning_autosync.workload import Workload
 
 LINK_BUCKET = MIB
@@ -65,28 +65,3 @@ def native_sizes(cluster: ClusterSpec) -> dict[str, Any]:
     """Arguments of `all_reduce` for buckets as in DDP, or smaller ones if these would take too long on slow links."""
     carried = int(NATIVE_SECONDS / ring_time(cluster, 1.0))
     return {"bucket_bytes": max(LINK_BUCKET, carried)} if carried < DDP_BUCKET else {}
-
-
-def serve_rows(plan: SyncPlan, workload: Workload) -> SyncPlan:
-    """The plan, changed so that every rank sums an equal share of the rows of each row-wise variable on ``native``.
-
-    The backend's own exchange gathers the rows of all ranks on every rank. It is slower than a dense all-reduce if many
-    ranks touch many rows. With shares, rows never cost more than the dense table and the indices.
-    """
-    groups = [
-        group.model_copy(update=_served(plan.world_size, workload.variable(group.variables[0]).shape[0]))
-        if group.topology == "native" and workload.variable(group.variables[0]).kind != "dense"
-        else group
-        for group in plan.groups
-    ]
-    return plan.model_copy(update={"groups": tuple(groups)})
-
-
-def _served(ranks: int, rows: int) -> dict[str, Any]:
-    shards = min(ranks, rows)
-    return {
-        "architecture": "parameter_server",
-        "topology": "star",
-        "partition": Partition(shards=shards),
-        "placement": tuple(range(shards)),
-    }

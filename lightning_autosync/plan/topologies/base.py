@@ -140,6 +140,7 @@ class Topology(ABC):
         encoded_as: most similar topology among those that learned simulators know.
         architectures: architectures of groups that may use it.
         dense_only: whether row-wise messages cannot use it.
+        rows_only: whether dense messages cannot use it.
         one_node_only: whether all ranks must be on one node.
         compresses: whether messages can be compressed.
         aggregates: whether a node can sum its own ranks' messages first (local aggregation).
@@ -155,6 +156,7 @@ class Topology(ABC):
     offers: ClassVar[tuple[Method, ...]] = ()
     architectures: ClassVar[tuple[str, ...]] = (ALL_REDUCE, PARAMETER_SERVER)
     dense_only: ClassVar[bool] = False
+    rows_only: ClassVar[bool] = False
     one_node_only: ClassVar[bool] = False
     compresses: ClassVar[bool] = True
     aggregates: ClassVar[bool] = False
@@ -177,7 +179,7 @@ class Topology(ABC):
     @property
     def everywhere(self) -> bool:
         """Whether any group can use it on any cluster."""
-        return not (self.dense_only or self.one_node_only)
+        return not (self.dense_only or self.rows_only or self.one_node_only)
 
     def check(self, group: Group) -> None:
         """Check that a group can use it.
@@ -208,6 +210,11 @@ class Topology(ABC):
             raise ValueError(
                 f"topology: '{self.name}' takes dense gradients only, but '{first.name}' has {first.kind} gradients; "
                 "choose another topology for it"
+            )
+        if not rows and self.rows_only:
+            raise ValueError(
+                f"topology: '{self.name}' takes rows only, but '{first.name}' has dense gradients; choose another "
+                "topology for it"
             )
         nodes = len({*site.cluster.rank_nodes})
         if nodes > 1 and self.one_node_only:

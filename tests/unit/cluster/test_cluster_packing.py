@@ -25,7 +25,7 @@ from lightning_autosync.cluster import (
 )
 from lightning_autosync.cluster import packing as packing_module
 from lightning_autosync.cluster.columns import Packing
-from lightning_autosync.cluster.packing import _drop_small, _root_trees
+from lightning_autosync.cluster.packing import _drop_small, _root_trees, best_packing
 from lightning_autosync.cluster.trees import height, tree_of
 from lightning_autosync.errors import ClusterError
 

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from lightning_autosync.engine.gradients import RowGradients
+from lightning_autosync.engine.gradients import RowGradients, touched_rows
 
 
 class Alone:
@@ -33,3 +35,16 @@ def test_a_gradient_of_none_counts_as_zeros() -> None:
     gradients.finish()
     assert table.grad is not None
     assert torch.equal(table.grad, torch.zeros(6, 2))
+
+
+@given(data=st.data(), width=st.integers(1, 6), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_touched_rows_are_those_with_an_element_that_is_not_zero(
+    data: st.DataObject, width: int, dtype: torch.dtype
+) -> None:
+    rows = data.draw(st.integers(1, 9))
+    elements = st.sampled_from([0.0, 0.0, 0.0, 1.0, -1.0, 1e-30, float("nan"), float("inf")])
+    values = data.draw(st.lists(elements, min_size=rows * width + 1, max_size=rows * width + 1))
+    memory = torch.tensor(values, dtype=dtype)
+    whole, shifted = memory[:-1].view(rows, width), memory[1:].view(rows, width)
+    for table in (whole, shifted, whole.t().contiguous().t()):
+        assert touched_rows(table).tolist() == [row for row in range(rows) if any(map(bool, table[row].tolist()))]

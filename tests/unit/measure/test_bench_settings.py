@@ -245,3 +245,14 @@ def test_scaled_and_interleaved():
 def test_the_fastest_link_sets_the_scale():
     cluster = make_cluster(BenchSettings.parse({**BASE, "cluster": STAR, "cluster_fastest": "2 Mbit/s"}), None)
     assert [link.bandwidth for link in cluster.links] == pytest.approx([0.25e6, 0.0625e6, 0.0625e6])
+
+
+@pytest.mark.parametrize("contender", ["autosync", "autosync_sparse"])
+def test_the_default_gathers_the_rows_of_the_embedding_experiment_once(contender: str):
+    order = prepare(composed("experiment=embedding")).orders[contender]
+    workload = Workload.from_dict(order["workload"])
+    plan = SyncPlan.from_dict(order["plan"])
+    row_wise = {variable.name for variable in workload.variables if variable.kind != "dense"}
+    assert row_wise
+    gathered = {name for group in plan.groups if group.topology == "gather_rows" for name in group.variables}
+    assert gathered == row_wise

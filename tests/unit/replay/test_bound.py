@@ -9,7 +9,7 @@ from replay_cases import IDEAL, RATE, all_reduce, one_switch, price, tree, workl
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.replay import least_step, synchronization_bound
-from lightning_autosync.replay.bound import Bound, arrival_times
+from lightning_autosync.replay.bound import Bound, arrival_times, departure_times
 from lightning_autosync.workload import Variable, Workload
 
 TABLE = Variable(name="table", shape=(100, 1), kind="row_sparse", rows=50.0)
@@ -36,6 +36,26 @@ def test_rows_that_others_touch_must_come_in() -> None:
     assert least_step(ROWS, UNEVEN, framing=1.1).seconds == pytest.approx(1.1 * 3 + 0.5)
     burst = {node.name: seconds for node, seconds in arrival_times(ROWS, UNEVEN, 1.1, burst=30.0)}
     assert burst["node1"] == pytest.approx((330 - 30) / 100)
+
+
+def test_rows_must_leave_the_nodes_that_touched_them() -> None:
+    links = [{"a": name, "b": "switch", "bandwidth": 100.0, "reverse_bandwidth": 1e4} for name in "xy"]
+    cluster = ClusterSpec.from_dict(
+        {"format": ClusterSpec.FORMAT, "name": "slow up", "nodes": [{"name": n} for n in "xy"], "switches": ["switch"]}
+        | {"links": links}
+    )
+    assert [seconds for _, seconds in departure_times(ROWS, cluster)] == pytest.approx([2.0, 2.0])
+    assert [seconds for _, seconds in arrival_times(ROWS, cluster)] == pytest.approx([0.02, 0.02])
+    assert least_step(ROWS, cluster).seconds == pytest.approx(2.0 + 0.5)
+
+
+def test_no_row_travels_before_its_gradient_is_ready() -> None:
+    dense = Variable(name="dense", shape=(25,), ready=0.5)
+    work = Workload(name="late", variables=(TABLE.model_copy(update={"ready": 1.5}), dense), backward_time=2.0)
+    times = {node.name: seconds for node, seconds in arrival_times(work, UNEVEN)}
+    # 300 bytes of rows from 1.5 on, or 400 bytes in all from 0.5 on.
+    assert times["node1"] == pytest.approx(max(1.5 + 300 / 100, 0.5 + 400 / 100))
+    assert times["node0"] == pytest.approx(1.5 + 300 / 1000)
 
 
 def test_rows_that_a_fast_node_sends_and_a_slow_one_waits_for() -> None:

@@ -18,6 +18,8 @@ from lightning_autosync.plan import (
     Tree,
     TreeTransfer,
     TwoLevelAllReduce,
+    builders,
+    compile_plan,
 )
 from lightning_autosync.replay import Replay
 from lightning_autosync.workload import Variable, Workload
@@ -205,6 +207,18 @@ def test_only_touched_rows_travel(detail: str) -> None:
     prediction = Replay(work, one_switch(2), IDEAL).predict(Schedule(2, (message,)), detail)
     # An index of 8 bytes a row; two ranks share a tenth of their rows by chance.
     assert prediction.step_time == pytest.approx((1_000 + 1_900) * (8 + 4 * width) / RATE)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_rows_that_are_gathered_travel_once(detail: str) -> None:
+    rows, width, touched = 10_000, 8, 1_000
+    table = Variable(name="table", shape=(rows, width), kind="row_sparse", rows=touched)
+    work = Workload(name="rows", variables=(table,))
+    cluster = one_switch(3)
+    made = compile_plan(builders.gathered_rows(work, cluster), work, cluster)
+    prediction = Replay(work, cluster, IDEAL).predict(made, detail)
+    # Each rank receives the rows of two others, with an index of 8 bytes a row.
+    assert prediction.step_time == pytest.approx(2 * 1_000 * (8 + 4 * width) / RATE, rel=0.02)
 
 
 def test_one_rank_only_computes() -> None:

@@ -16,7 +16,7 @@ from clusters import shared_nodes, uneven_cluster
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
-from lightning_autosync.plan.builders.default import serve_rows
+from lightning_autosync.plan.builders.rows import serve_rows
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.search import population, selection
 from lightning_autosync.search.features import PlanFeatures, squared_distance

@@ -1,0 +1,213 @@
+"""Row-wise messages whose rows travel once: each rank broadcasts its rows along trees, and adds up those of all ranks.
+
+The number of rows differs between ranks and steps. Each frame therefore tells how many there are, so that no exchange
+of sizes comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.engine.exchanges.base import byte_view
+from lightning_autosync.engine.exchanges.rows import INDEX_BYTES, RowExchange, Rows, add_rows
+from lightning_autosync.engine.exchanges.trees import TreeSteps
+from lightning_autosync.engine.transport import DOWN, Frame, Transport
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan.schedule import Message, RowBroadcast
+
+_HEADER_BYTES = 16
+"""In front of the rows of each piece, as int64: the number of gradients, and of rows in all pieces of the part."""
+
+Part = tuple[int, int]
+"""Number of a transfer, and the rank whose rows it carries."""
+
+
+@dataclass
+class _Received:
+    """What has arrived of one part.
+
+    Attributes:
+        count: number of rows in all pieces; negative before the first piece arrives.
+        pieces: the arrived pieces by number.
+        missing: number of rows that have not arrived.
+    """
+
+    count: int = -1
+    pieces: dict[int, Rows] = field(default_factory=dict)
+    missing: int = -1
+
+    @property
+    def complete(self) -> bool:
+        return self.missing == 0
+
+
+@dataclass
+class _Step:
+    """One step: the parts of the other ranks, and the number of these and of frames that are still under way."""
+
+    parts: dict[Part, _Received]
+    open: int
+
+
+class RowGatherExchange(TreeSteps, RowExchange):
+    """Rows of every rank along trees that start there.
+
+    A rank that has all rows of a step may begin the next one, while others still wait for rows of this step. None gets
+    further ahead, because it needs rows of all ranks. So frames belong to the current step or to the next one.
+
+    Args:
+        transport: connections to the peers on the trees.
+        channel: number of this exchange in frames, the same on all ranks.
+        rank: this rank in the schedule.
+        message: a row-wise message with `RowBroadcast` transfers.
+        width: elements per row.
+        dtype: type of the elements.
+        timeout: seconds to wait for other ranks.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        channel: int,
+        rank: int,
+        message: Message,
+        width: int,
+        dtype: torch.dtype,
+        timeout: float,
+    ) -> None:
+        super().__init__(transport, channel, message, timeout)
+        self._rank = rank
+        self._width = width
+        self._dtype = dtype
+        self._table = message.rows
+        self._elements = message.numel
+        self._row_bytes = INDEX_BYTES + width * dtype.itemsize
+        self._transfers = [one for one in message.rounds[0].transfers if isinstance(one, RowBroadcast)]
+        self._ranks = len(self._transfers[0].trees)
+        self._incoming: dict[tuple[int, Frame], Tensor] = {}
+        self._own: Rows | None = None
+        self._current, self._next = self._new_step(), self._new_step()
+        transport.register(channel, self)
+
+    def _new_step(self) -> _Step:
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        parts = {(number, rank): _Received() for number in range(len(self._transfers)) for rank in others}
+        return _Step(parts, len(parts))
+
+    def start(self, rows: Rows) -> None:
+        self._own = rows
+        frames = [
+            (number, piece, self._pack(rows, share, piece * length, (piece + 1) * length))
+            for number, share, length in self._shares(rows)
+            for piece in range(max(1, -(-share.indices.numel() // length)))
+        ]
+        self._launch(lambda: self._begin(frames))
+
+    def wait(self) -> Rows:
+        self._completion.wait()
+        assert self._own is not None
+        parts = [self._rows_of(rank) if rank != self._rank else self._own for rank in range(self._ranks)]
+        self._own = None
+        return add_rows(parts)
+
+    def _shares(self, rows: Rows) -> Iterator[tuple[int, Rows, int]]:
+        """The number of each transfer, the rows that it takes, and the rows of a piece."""
+        count = rows.indices.numel()
+        for number, transfer in enumerate(self._transfers):
+            first, last = (round(count * edge / self._elements) for edge in (transfer.start, transfer.stop))
+            share = Rows(rows.indices[first:last], rows.values[first:last], rows.gradients)
+            yield number, share, max(1, transfer.segment // self._width)
+
+    def _pack(self, rows: Rows, share: Rows, start: int, stop: int) -> Tensor:
+        """The frame of rows ``[start, stop)`` of a share."""
+        header = rows.indices.new_tensor([rows.gradients, share.indices.numel()])
+        indices, values = share.indices[start:stop], share.values[start:stop]
+        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (header, indices, values)])
+
+    def _begin(self, frames: list[tuple[int, int, Tensor]]) -> None:
+        self._current, self._next = self._next, self._new_step()
+        children = [transfer.trees[self._rank].children[self._rank] for transfer in self._transfers]
+        self._current.open += sum(len(children[number]) for number, _, _ in frames)
+        if not self._enter_step(self._current.open):
+            return
+        for number, piece, wire in frames:
+            place = number * self._ranks + self._rank
+            frame = Frame(self._channel, self._step, place, piece, DOWN, wire.numel())
+            for child in children[number]:
+                self._pass_on(child, self._current, frame, wire)
+
+    def destination(self, peer: int, frame: Frame) -> memoryview:
+        part = self._part(peer, frame)
+        count, rest = divmod(frame.size - _HEADER_BYTES, self._row_bytes)
+        if rest or count < 0 or count > self._table:
+            raise ExchangeError(f"rank {peer} sent {frame.size} bytes of rows, which fit no part of this table")
+        if part.complete or frame.piece in part.pieces:
+            raise ExchangeError(f"rank {peer} sent the same rows twice")
+        wire = torch.empty(frame.size, dtype=torch.uint8)
+        self._incoming[peer, frame] = wire
+        return byte_view(wire)
+
+    def arrived(self, peer: int, frame: Frame) -> None:
+        wire = self._incoming.pop((peer, frame))
+        part, step = self._part(peer, frame), self._step_of(peer, frame)
+        gradients, count = wire[:_HEADER_BYTES].view(torch.int64).tolist()
+        rows = Rows.cut(wire[_HEADER_BYTES:], self._width, self._dtype, gradients)
+        self._add(peer, part, frame.piece, rows, count)
+        number, source = divmod(frame.transfer, self._ranks)
+        children = self._transfers[number].trees[source].children[self._rank]
+        step.open += len(children)
+        if step is self._current:
+            self._open += len(children)
+        for child in children:
+            self._pass_on(child, step, frame, wire)
+        if part.complete:
+            self._settle(step)
+
+    def _add(self, peer: int, part: _Received, piece: int, rows: Rows, count: int) -> None:
+        arrived = rows.indices.numel()
+        if part.count < 0:
+            part.count = part.missing = count
+        outside = arrived and (int(rows.indices[0]) < 0 or int(rows.indices[-1]) >= self._table)
+        if outside or count != part.count or arrived > part.missing:
+            raise ExchangeError(f"rank {peer} sent rows that fit no part of this table")
+        part.pieces[piece] = rows
+        part.missing -= arrived
+
+    def _step_of(self, peer: int, frame: Frame) -> _Step:
+        if frame.step == self._step:
+            return self._current
+        self._check_step(peer, frame, self._step + 1)
+        return self._next
+
+    def _part(self, peer: int, frame: Frame) -> _Received:
+        number, source = divmod(frame.transfer, self._ranks)
+        if number >= len(self._transfers) or self._transfers[number].trees[source].parents[self._rank] != peer:
+            raise ExchangeError(f"rank {peer} sent rows that are not in the schedule")
+        return self._step_of(peer, frame).parts[number, source]
+
+    def _pass_on(self, peer: int, step: _Step, frame: Frame, wire: Tensor) -> None:
+        urgency = (-self._priority, self._channel, float(frame.piece))
+        self._transport.send(peer, frame, byte_view(wire), urgency, partial(self._settle, step))
+
+    def _settle(self, step: _Step) -> None:
+        """Count a part that is complete or a frame that was sent."""
+        step.open -= 1
+        if step is self._current:
+            self._progress()
+
+    def _rows_of(self, rank: int) -> Rows:
+        """The rows of another rank, put together again."""
+        pieces = [
+            piece
+            for number in range(len(self._transfers))
+            for _, piece in sorted(self._current.parts[number, rank].pieces.items())
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        indices = torch.cat([piece.indices for piece in pieces])
+        return Rows(indices, torch.cat([piece.values for piece in pieces]), pieces[0].gradients)

@@ -1,0 +1,133 @@
+"""Row-wise variables: whether their rows travel to a server and back, or once, from every rank to all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
+from lightning_autosync.documents import Count
+from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, lone_group, make_plan
+from lightning_autosync.plan.builders.registry import register
+from lightning_autosync.plan.compiler import compile_plan
+from lightning_autosync.plan.schedule import Message, RowBroadcast, TreeTransfer
+from lightning_autosync.plan.spec import Group, Partition, SyncPlan
+from lightning_autosync.plan.trees import Tree
+from lightning_autosync.workload import Variable, Workload
+
+GATHERED = "gather_rows"
+
+
+@register(takes_topology=False)
+def gathered_rows(workload: Workload, cluster: ClusterSpec, *, bucket_bytes: Count = 25 * MIB) -> SyncPlan:
+    """Fused all-reduce for dense variables; every rank sends its touched rows of the others to all ranks, once."""
+    order = in_ready_order(workload)
+    groups = [lone_group(variable, topology=GATHERED) for variable in order if variable.kind != "dense"]
+    dense = [variable for variable in order if variable.kind == "dense"]
+    return make_plan(workload, cluster, [*groups, *fused_groups(dense, [bucket_bytes], "bucket")])
+
+
+def place_rows(plan: SyncPlan, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
+    """The plan, with the rows of each row-wise variable gathered once where that takes the links less time.
+
+    Rows on ``native`` are served otherwise; see `serve_rows`. Nothing else changes where the rates of the links or the
+    number of touched rows are unknown.
+    """
+    served = serve_rows(plan, workload)
+    row_wise = {v.name: v for v in workload.variables if v.kind != "dense" and v.rows is not None}
+    places = [place for place, group in enumerate(served.groups) if group.variables[0] in row_wise]
+    if not places or not cluster.measured or cluster.world_size == 1:
+        return served
+    merging = [served.groups[place] for place in places]
+    gathering = [
+        Group(name=group.name, variables=group.variables, topology=GATHERED, priority=group.priority)
+        for group in merging
+    ]
+    variables = [row_wise[group.variables[0]] for group in merging]
+    merged, gathered = (_rows_times(groups, variables, cluster) for groups in (merging, gathering))
+    return _with_groups(
+        served,
+        {
+            place: group
+            for place, group, once, twice in zip(places, gathering, gathered, merged, strict=True)
+            if once <= twice
+        },
+    )
+
+
+def serve_rows(plan: SyncPlan, workload: Workload) -> SyncPlan:
+    """The plan, changed so that every rank sums an equal share of the rows of each row-wise variable on ``native``.
+
+    The backend's own exchange gathers the rows of all ranks on every rank. It is slower than a dense all-reduce if many
+    ranks touch many rows. With shares, rows never cost more than the dense table and the indices.
+    """
+    groups = {
+        index: group.model_copy(update=_served(plan.world_size, workload.variable(group.variables[0]).shape[0]))
+        for index, group in enumerate(plan.groups)
+        if group.topology == "native" and workload.variable(group.variables[0]).kind != "dense"
+    }
+    return _with_groups(plan, groups)
+
+
+def _rows_times(groups: Sequence[Group], variables: Sequence[Variable], cluster: ClusterSpec) -> list[float]:
+    """Seconds to exchange the touched rows of each group's variable, if only the links count."""
+    plan = SyncPlan(world_size=cluster.world_size, groups=tuple(groups))
+    tables = tuple(variable.model_copy(update={"ready": None}) for variable in variables)
+    schedule = compile_plan(plan, Workload(name="rows", variables=tables), cluster)
+    links = LinkGraph(cluster)
+    return [rows_time(*one, links) for one in zip(schedule.messages, variables, strict=True)]
+
+
+def rows_time(message: Message, variable: Variable, links: LinkGraph) -> float:
+    """Seconds to exchange the touched rows of ``variable`` over trees, if only the links count.
+
+    Ranks are assumed to draw their rows independently. Indices and framing add the same share to all ways.
+    """
+    assert variable.rows is not None
+    untouched = 1 - variable.rows / variable.shape[0]
+    loads = numpy.zeros_like(links.capacities)
+    for transfer in message.rounds[0].transfers:
+        part = (transfer.stop - transfer.start) / message.numel * variable.bytes
+        if isinstance(transfer, RowBroadcast):
+            for tree in transfer.trees:
+                loads += part * (1 - untouched) * links.loads(_down(tree))
+            continue
+        assert isinstance(transfer, TreeTransfer)
+        below = _below(transfer.reduce)
+        for parent, rank in _down(transfer.reduce):
+            loads += part * (1 - untouched ** below[rank]) * links.loads([(rank, parent)])
+        loads += part * (1 - untouched ** len(below)) * links.loads(_down(transfer.broadcast))
+    return float((loads / links.capacities).max(initial=0.0))
+
+
+def _down(tree: Tree) -> list[tuple[int, int]]:
+    """Each rank's parent and the rank."""
+    return [(parent, rank) for rank, parent in enumerate(tree.parents) if parent >= 0]
+
+
+def _below(tree: Tree) -> Sequence[int]:
+    """[ranks] number of ranks in the subtree of each rank, itself included."""
+    sizes = [0] * tree.size
+    for rank in range(tree.size):
+        above = rank
+        while above >= 0:
+            sizes[above] += 1
+            above = tree.parents[above]
+    return sizes
+
+
+def _with_groups(plan: SyncPlan, changed: dict[int, Group]) -> SyncPlan:
+    groups = tuple(changed.get(index, group) for index, group in enumerate(plan.groups))
+    return plan.model_copy(update={"groups": groups}) if changed else plan
+
+
+def _served(ranks: int, rows: int) -> dict[str, Any]:
+    shards = min(ranks, rows)
+    return {
+        "architecture": "parameter_server",
+        "topology": "star",
+        "partition": Partition(shards=shards),
+        "placement": tuple(range(shards)),
+    }

@@ -1,0 +1,67 @@
+"""Broadcasts of all ranks at once: trees from each rank, and the rate that they reach."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy
+import pytest
+from cluster_strategies import random_clusters
+from clusters import asymmetric_cluster, shared_nodes, uneven_cluster
+from hypothesis import given, settings
+
+from lightning_autosync.cluster import BroadcastPacking, ClusterSpec, LinkGraph, pack_broadcasts, resolve_cluster
+from lightning_autosync.cluster import broadcasts as module
+from lightning_autosync.plan import Tree
+
+
+def check(spec: ClusterSpec, packing: BroadcastPacking) -> None:
+    """Every bundle has a spanning tree from each rank, the weights are shares, and the fullest channel is full."""
+    link_graph = LinkGraph(spec)
+    loads = numpy.zeros(len(link_graph.channels))
+    assert sum(packing.weights) == pytest.approx(1.0)
+    for weight, bundle in zip(packing.weights, packing.bundles, strict=True):
+        assert [Tree(parents).root for parents in bundle] == list(range(spec.world_size))
+        for parents in bundle:
+            loads += weight * link_graph.loads([(parent, rank) for rank, parent in enumerate(parents) if parent >= 0])
+    if spec.world_size > 1:
+        assert (packing.rate * loads / link_graph.capacities).max() == pytest.approx(1.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(spec=random_clusters())
+def test_trees_span_and_fill_the_links(spec: ClusterSpec) -> None:
+    check(spec, pack_broadcasts(spec))
+
+
+def test_on_one_switch_each_rank_sends_to_all_others() -> None:
+    packing = pack_broadcasts(uneven_cluster(4))
+    assert packing.bundles == (module.direct_bundle(4),)
+    assert packing.rate == pytest.approx(1e7 / 3)  # a slow leaf receives from three others
+
+
+def test_rows_enter_a_node_of_two_ranks_once() -> None:
+    packing = pack_broadcasts(shared_nodes(4))
+    # The link of a node brings the rows of two ranks; sent to each rank by itself, they would come twice.
+    assert packing.rate == pytest.approx(1e7 / 2, rel=0.031)
+
+
+def test_rows_enter_a_rack_about_once() -> None:
+    spec = resolve_cluster("two_racks_8to1")
+    direct = min(LinkGraph(spec).capacities) / 16
+    assert pack_broadcasts(spec).rate > 2 * direct
+
+
+@pytest.mark.parametrize("shape", ["ring", "mesh", "star", "racks"])
+def test_generated_bundles_beat_given_ones_where_directions_differ(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = asymmetric_cluster(shape, 5, Random(7))
+    found = pack_broadcasts.__wrapped__(spec)
+    check(spec, found)
+    monkeypatch.setattr(module, "MOST_RANKS", 4)
+    given = pack_broadcasts.__wrapped__(spec)
+    check(spec, given)
+    assert found.rate >= (1.1 if shape == "mesh" else 0.96) * given.rate
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert pack_broadcasts(ClusterSpec.uniform(1, bandwidth=1e6)).bundles == (((-1,),),)

@@ -1,0 +1,142 @@
+"""Rows that every rank sends to all others: the sums, whatever the trees, the sizes and the pace of the ranks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import trees
+
+from lightning_autosync.engine.exchanges.gathered_rows import RowGatherExchange
+from lightning_autosync.engine.exchanges.rows import Rows, add_rows
+from lightning_autosync.engine.transport import DOWN, Frame, Transport
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan import Compressor, Message, Round, RowBroadcast, Tree
+
+TABLE, WIDTH, STEPS = 12, 2, 3
+DIRECT = RowBroadcast(0, TABLE * WIDTH, (Tree((-1, 0)), Tree((1, -1))), 4)
+
+
+@st.composite
+def touched(draw: st.DrawFn) -> Rows:
+    """Some rows of the table, none or all of them included."""
+    indices = sorted(draw(st.sets(st.integers(0, TABLE - 1))))
+    value = st.floats(-1e3, 1e3, width=32)
+    values = draw(st.lists(value, min_size=WIDTH * len(indices), max_size=WIDTH * len(indices)))
+    gradients = draw(st.integers(-3, 1))
+    return Rows(torch.tensor(indices, dtype=torch.int64), torch.tensor(values).view(-1, WIDTH), gradients)
+
+
+@st.composite
+def broadcasts(draw: st.DrawFn, size: int) -> tuple[RowBroadcast, ...]:
+    """Transfers along random trees from every rank."""
+    inner = draw(st.sets(st.integers(1, TABLE * WIDTH - 1), max_size=2))
+    edges = [0, *sorted(inner), TABLE * WIDTH]
+    return tuple(
+        RowBroadcast(
+            start,
+            stop,
+            tuple(Tree(draw(trees(size))).rerooted(root) for root in range(size)),
+            draw(st.sampled_from([1, 4, 1000])),
+        )
+        for start, stop in pairwise(edges)
+    )
+
+
+def message_of(transfers: tuple[RowBroadcast, ...]) -> Message:
+    numel = TABLE * WIDTH
+    rounds = (Round(numel, transfers),)
+    return Message(0, "table", ("table",), numel, "float32", 0, TABLE, Compressor(), 0, rounds)
+
+
+@contextmanager
+def exchanges(transfers: tuple[RowBroadcast, ...], size: int) -> Iterator[list[RowGatherExchange]]:
+    """The exchange of each of ``size`` ranks, connected to all others."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for one, other in combinations(range(size), 2):
+            ends[one][other] = socket.create_connection(server.getsockname())
+            ends[other][one] = server.accept()[0]
+    transports = [Transport(sockets) for sockets in ends]
+    message = message_of(transfers)
+    try:
+        yield [
+            RowGatherExchange(transport, 0, rank, message, WIDTH, torch.float32, 10.0)
+            for rank, transport in enumerate(transports)
+        ]
+    finally:
+        with ThreadPoolExecutor(size) as closing:
+            list(closing.map(Transport.close, transports))
+
+
+def run(exchange: RowGatherExchange, steps: list[Rows]) -> list[Rows]:
+    sums = []
+    for rows in steps:
+        exchange.start(rows)
+        sums.append(exchange.wait())
+    return sums
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), size=st.integers(2, 4))
+def test_all_ranks_have_the_same_sum_in_rank_order(data: st.DataObject, size: int) -> None:
+    transfers = data.draw(broadcasts(size))
+    steps = [[data.draw(touched()) for _ in range(STEPS)] for _ in range(size)]
+    with exchanges(transfers, size) as running, ThreadPoolExecutor(size) as ranks:
+        found = list(ranks.map(run, running, steps))
+    for step in range(STEPS):
+        parts = [rows[step] for rows in steps]
+        dense = torch.zeros(TABLE, WIDTH)
+        for part in parts:
+            dense[part.indices] += part.values
+        union = sorted({index for part in parts for index in part.indices.tolist()})
+        for sums in found:
+            assert sums[step].indices.tolist() == union
+            assert torch.equal(sums[step].values, dense[union])
+            assert sums[step].gradients == sum(part.gradients for part in parts)
+
+
+@given(parts=st.lists(touched(), min_size=1, max_size=5))
+def test_merged_rows_are_ascending_unique_and_exact(parts: list[Rows]) -> None:
+    dense = torch.zeros(TABLE, WIDTH)
+    for part in parts:
+        dense[part.indices] += part.values
+    total = add_rows(parts)
+    assert total.indices.tolist() == sorted({index for part in parts for index in part.indices.tolist()})
+    assert torch.equal(total.values, dense[total.indices])
+    assert total.gradients == sum(part.gradients for part in parts)
+
+
+def wire(gradients: int, count: int, indices: list[int]) -> bytes:
+    header = torch.tensor([gradients, count, *indices], dtype=torch.int64)
+    return header.numpy().tobytes() + bytes(4 * WIDTH * len(indices))
+
+
+@pytest.mark.parametrize(
+    ("frame", "payload", "fault"),
+    [
+        (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [TABLE]), "fit no part"),
+        (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [1, 2]), "fit no part"),
+        (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [1])[:-1], "fit no part"),
+        (Frame(0, 1, 1, 0, DOWN, 0), bytes(3), "fit no part"),
+        (Frame(0, 1, 0, 0, DOWN, 0), wire(1, 0, []), "not in the schedule"),
+        (Frame(0, 1, 2, 0, DOWN, 0), wire(1, 0, []), "not in the schedule"),
+        (Frame(0, 3, 1, 0, DOWN, 0), wire(1, 0, []), "in step 3"),
+    ],
+    ids=["index", "more rows than announced", "half a row", "half a header", "own rows", "no transfer", "step"],
+)
+def test_rows_that_do_not_fit_end_the_exchange(frame: Frame, payload: bytes, fault: str) -> None:
+    with exchanges((DIRECT,), 2) as (exchange, other):
+        transport = other._transport
+        sent = frame._replace(size=len(payload))
+        transport.submit(lambda: transport.send(0, sent, memoryview(payload), (0.0,)))
+        exchange.start(Rows(torch.zeros(0, dtype=torch.int64), torch.zeros(0, WIDTH), 1))
+        with pytest.raises(ExchangeError, match=fault):
+            exchange.wait()
