@@ -7,13 +7,12 @@ the large part arrives. Each connection is therefore paced to the share of the l
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-import numpy
-
 from lightning_autosync.cluster import PAYLOAD_SHARE, LinkGraph
-from lightning_autosync.plan.schedule import Message, Round, RowBroadcast, Schedule, TreeTransfer
+from lightning_autosync.plan.schedule import Round, RowBroadcast, Schedule, TreeTransfer
 
 HEADROOM = 1.01
 """Factor on the exact rate that lets a connection catch up. With a larger factor, the many small connections of a full
@@ -27,9 +26,10 @@ Arc = tuple[int, int]
 def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
     """Limits on the payload bytes/s that ``rank`` sends, by peer; peers without a limit are left out.
 
-    A round takes at least as long as its busiest channel. A connection that carries x bytes of the round must send
-    x bytes in that time; `pipeline_stretches` corrects this rate. Rounds may travel one at a time, so the highest rate
-    of a peer's rounds counts.
+    Some messages travel at the same time, others one after another. If a message sends y bytes over a link, x of them
+    on this connection, the connection needs x/y of the link while this message travels alone. While several messages
+    share the link, it needs at most the largest of their shares. So no mix of messages needs more than the least,
+    over the links of the route, of the largest share times the link's rate. `pipeline_stretches` corrects this rate.
 
     A connection has no limit if it may need its whole route, if it needs less than `LEAST_PART` of it, or if it stays
     inside a node, where no link is shared. A row-wise message may need the whole route, because its size is unknown.
@@ -37,12 +37,19 @@ def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int) -> dict[int
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
-    needed: dict[int, float] = defaultdict(float)
+    shares: dict[Arc, float] = defaultdict(float)  # by peer and channel
     for message in schedule.messages:
         for round in message.rounds:
-            for (source, target), rate in _arc_rates(message, round, topology).items():
-                if source == rank:
-                    needed[target] = max(needed[target], rate)
+            arcs = _arc_elements(round)
+            loads = _channel_elements(arcs, topology)
+            for (source, target), elements in arcs.items():
+                if source == rank and elements:
+                    for channel in topology.route(source, target):
+                        share = 1.0 if message.rows else elements / loads[channel]
+                        shares[target, channel] = max(shares[target, channel], share)
+    needed: dict[int, float] = {}
+    for (peer, channel), share in shares.items():
+        needed[peer] = min(needed.get(peer, math.inf), share * float(topology.capacities[channel]))
     stretches, nodes = pipeline_stretches(schedule, rank), topology.spec.rank_nodes
     paces = {}
     for peer, rate in needed.items():
@@ -92,15 +99,6 @@ def _neighbours(transfer: TreeTransfer, rank: int) -> set[int]:
     return {peer for tree in trees for peer in (tree.parents[rank], *tree.children[rank]) if peer >= 0}
 
 
-def _arc_rates(message: Message, round: Round, topology: LinkGraph) -> dict[Arc, float]:
-    """Bytes/s on the wire that the fastest possible round needs, by pair of sender and receiver."""
-    arcs = _arc_elements(round)
-    if message.rows:
-        return {arc: topology.bandwidth(*arc) for arc in arcs}
-    least = _least_time(arcs, topology)
-    return {arc: elements / least for arc, elements in arcs.items() if elements}
-
-
 def _arc_elements(round: Round) -> dict[Arc, int]:
     """Elements sent along all trees of a round, by pair of sender and receiver."""
     arcs: dict[Arc, int] = defaultdict(int)
@@ -121,9 +119,10 @@ def _arc_elements(round: Round) -> dict[Arc, int]:
     return arcs
 
 
-def _least_time(arcs: Mapping[Arc, int], topology: LinkGraph) -> float:
-    """Seconds for which the busiest channel is busy, with one byte per element: the real size cancels out later."""
-    loads = numpy.zeros(len(topology.channels))
+def _channel_elements(arcs: Mapping[Arc, int], topology: LinkGraph) -> Counter[int]:
+    """Elements that travel over each channel."""
+    loads: Counter[int] = Counter()
     for arc, elements in arcs.items():
-        loads[list(topology.route(*arc))] += elements
-    return float((loads / topology.capacities).max(initial=0.0))
+        for channel in topology.route(*arc):
+            loads[channel] += elements
+    return loads

@@ -9,7 +9,6 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.replay.compute import HostWork
-from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Indices, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
@@ -34,21 +33,6 @@ class StageConditions(NamedTuple):
     fill: Floats
     order: StartOrder
     rivals: Flags
-
-
-def with_paces(loads: Loads, network: NetworkArrays) -> tuple[Floats, Floats]:
-    """The work of stages and the capacities of channels, with a channel for each connection that its pace slows down.
-
-    A connection has the pace that one message needs. It matters where several messages share the connection, so that
-    in all it takes longer than the busiest channel.
-    """
-    paces = loads.paces
-    busiest = (loads.work.sum(axis=0) / network.capacities).max(initial=0.0)
-    slow = paces.carried.sum(axis=0) > busiest * paces.rates
-    return (
-        numpy.concatenate([loads.work, paces.carried[:, slow]], axis=1),
-        numpy.concatenate([network.capacities, paces.rates[slow]]),
-    )
 
 
 def with_host_work(conditions: StageConditions, host_work: HostWork, network: NetworkArrays) -> StageConditions:

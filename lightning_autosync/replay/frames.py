@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ def count_frames(stages: Sequence[Stage], ranks: int) -> int:
     return hops + sum(stage.ring_steps * stage.ring_pieces * ranks for stage in stages)
 
 
-def run_frames(
+def prepare_frames(
     stages: Sequence[Stage],
     order: StartOrder,
     loads: Loads,
@@ -37,21 +37,20 @@ def run_frames(
     network: NetworkArrays,
     forest: Forest,
     constants: Constants,
-    tokens: Floats,
-) -> tuple[StageTimes, float]:
-    """Simulate all frames of a step.
+) -> Callable[[Floats], tuple[StageTimes, float]]:
+    """Prepare the simulation of all frames of a step.
 
     Args:
         stages: stages of the schedule.
         order: conditions of the stages' starts.
-        loads: loads of the stages, for their stretch, their busiest channels and the paces of connections.
+        loads: loads of the stages, for their stretch, their busiest channels and the paces of their connections.
         computes: [ranks] compute timelines.
         host_work: the main threads' work on shared cores; None if ranks have cores of their own.
         network, forest, constants: those of the replay.
-        tokens: as in `fluid.drain`.
 
     Returns:
-        The times of the stages, and the time in seconds when the main threads have done their synchronization work (0
+        A function that simulates a step from ``tokens`` as in `fluid.drain`, which it updates in place. It returns the
+        times of the stages, and the time in seconds when the main threads have done their synchronization work (0
         without ``host_work``).
     """
     graph = _FrameGraph(network, forest, constants)
@@ -59,10 +58,11 @@ def run_frames(
         graph.add_host_work(host_work)
     for number, stage in enumerate(stages):
         graph.add_stage(number, _stretched(stage, float(loads.stretch[number])), order, computes)
-    return graph.run(order, tokens, loads.paces, fullest(loads.work / network.capacities))
+    paces = Paces.of(stages, loads, forest.trees, network)
+    return graph.prepare(order, paces, _fullest(loads.work / network.capacities))
 
 
-def fullest(seconds: Floats) -> Indices:
+def _fullest(seconds: Floats) -> Indices:
     """[stages] channel that each stage keeps busy the longest, -1 for none; ``seconds`` is [stages, channels]."""
     return numpy.where(seconds.max(axis=1, initial=0.0) > 0, seconds.argmax(axis=1), -1)
 
@@ -263,20 +263,22 @@ class _FrameGraph:
             before = frames
         return [frame for row in before for frame in row]
 
-    def run(self, order: StartOrder, tokens: Floats, paces: Paces, bound: Indices) -> tuple[StageTimes, float]:
-        """Simulate the graph; returns what `run_frames` does."""
+    def prepare(self, order: StartOrder, paces: Paces, bound: Indices) -> Callable[[Floats], tuple[StageTimes, float]]:
+        """Prepare the simulation of the graph; returns what `prepare_frames` does."""
         network = self._network
         columns = zip(*self._nodes, strict=True)
         pairs = numpy.array(next(columns), dtype=numpy.int64)
         used, connection = numpy.unique(pairs, return_inverse=True)
         nodes = Nodes(numpy.where(pairs < 0, -1, connection), *(numpy.array(column) for column in columns))
-        connections = self._connections(used, paces)
-        begun, sent, done = simulate(
-            nodes, self._dependencies(order), connections, network.capacities, tokens, network.burst
-        )
-        moved, drained = self._moving(begun, sent, done)
-        packed = float(done[self._host_work[-1]].max()) if self._host_work else 0.0
-        return StageTimes(done[self._gates], moved, drained, done[self._ends], bound), packed
+        dependencies, connections = self._dependencies(order), self._connections(used, paces)
+
+        def run(tokens: Floats) -> tuple[StageTimes, float]:
+            begun, sent, done = simulate(nodes, dependencies, connections, network.capacities, tokens, network.burst)
+            moved, drained = self._moving(begun, sent, done)
+            packed = float(done[self._host_work[-1]].max()) if self._host_work else 0.0
+            return StageTimes(done[self._gates], moved, drained, done[self._ends], bound), packed
+
+        return run
 
     def _dependencies(self, order: StartOrder) -> Dependencies:
         """The dependencies of the nodes on each other and on places in the backend."""

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import Floats, Forest, Indices, Integers, NetworkArrays, Routes
-from lightning_autosync.replay.paces import Paces
 from lightning_autosync.replay.pipelines import Flows, Paths, load
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Stage
 
@@ -31,14 +30,14 @@ class Loads:
         stretch: [stages] factor by which sharing slows a stage down on links; ``work`` includes it.
         fill: [stages] seconds in which a stage runs without keeping its busiest channel busy.
         pairs: [stages, words] bit set of the pairs of ranks that a stage on trees connects.
-        paces: the connections that the transport paces.
+        flows: the flows of the stages.
     """
 
     work: Floats
     stretch: Floats
     fill: Floats
     pairs: NDArray[numpy.uint64]
-    paces: Paces
+    flows: Flows
 
     def rivals(self) -> NDArray[numpy.bool_]:
         """[stages, stages] whether two stages on trees use nearly the same connections to nearly the same degree.
@@ -137,10 +136,9 @@ class LoadModel:
                 crowding[number] = ring.crowding
                 self._add_ring(stage, ring, work[number])
                 fill[number] += self._ring_fill(stage, ring, flows.costs[number, 4])
-        paces = Paces.of(stages, flows, self._forest.trees, network, work, pairs)
         stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
         work[:, : network.links] *= stretch[:, None]
-        return Loads(work, stretch, fill, pairs, paces)
+        return Loads(work, stretch, fill, pairs, flows)
 
     def _ring(self, way: int) -> _Ring:
         if way not in self._rings:

@@ -10,6 +10,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.plan.pacing import HEADROOM, LEAST_PART
+from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Indices, Integers, NetworkArrays, Routes, Trees
 from lightning_autosync.replay.pipelines import Flows
 from lightning_autosync.replay.stages import Stage
@@ -24,55 +25,34 @@ class Paces(NamedTuple):
     Attributes:
         pairs: [connections] ``source * ranks + target``.
         rates: [connections] most bytes/s on the wire.
-        carried: [stages, connections] bytes that each stage sends on them.
     """
 
     pairs: Indices
     rates: Floats
-    carried: Floats
 
     @classmethod
-    def of(
-        cls,
-        stages: Sequence[Stage],
-        flows: Flows,
-        trees: Trees,
-        network: NetworkArrays,
-        work: Floats,
-        used: NDArray[numpy.uint64],
-    ) -> Paces:
-        """The paces of a schedule.
-
-        Args:
-            stages: stages of the schedule.
-            flows: their flows.
-            trees: trees of the flows.
-            network: the cluster.
-            work, used: ``work`` and ``pairs`` of `Loads`.
-        """
+    def of(cls, stages: Sequence[Stage], loads: Loads, trees: Trees, network: NetworkArrays) -> Paces:
+        """The paces of a schedule's stages with these loads."""
         on_trees = numpy.array([not stage.collective and bool(stage.flows) for stage in stages], dtype=numpy.bool_)
-        pairs = _both_ways(used[on_trees], network.ranks)
+        pairs = _both_ways(loads.pairs[on_trees], network.ranks)
         shape = len(stages), len(pairs)
         if not shape[0] * shape[1] or shape[0] * shape[1] > _MOST:
-            return cls(pairs[:0], numpy.zeros(0), numpy.zeros((len(stages), 0)))
+            return cls(pairs[:0], numpy.zeros(0))
         place = numpy.full(network.ranks**2, -1, dtype=numpy.int64)
         place[pairs] = numpy.arange(len(pairs))
         carried, pieces, further = numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(shape)
-        _carry(flows, trees, on_trees, place, carried, pieces, further)
-        whole = _bandwidths(pairs, network.routes, network.capacities)
-        least = (work[:, : network.links] / network.capacities[: network.links]).max(axis=1)
-        needed = carried / numpy.where(on_trees, numpy.maximum(least, 1e-300), numpy.inf)[:, None]
+        _carry(loads.flows, trees, on_trees, place, carried, pieces, further)
         # The sizes of sums of rows are unknown, so they may need the whole route.
-        rows = [number for number, stage in enumerate(stages) if stage.growth is not None]
-        needed[rows] = numpy.where(carried[rows] > 0, whole, 0.0)
-        rate, count = needed.max(axis=0), pieces.sum(axis=0)
+        rows = numpy.array([stage.growth is not None for stage in stages])
+        work = loads.work / loads.stretch[:, None]
+        rate, whole = _needed(pairs, carried, work, rows, network.routes, network.capacities)
         fills = numpy.zeros((1 + max(stage.message for stage in stages), len(pairs)))
         numpy.add.at(fills, [stage.message for stage in stages], further)
-        pace = HEADROOM * (1 + fills.max(axis=0) / numpy.maximum(count, 1)) * rate
+        pace = HEADROOM * (1 + fills.max(axis=0) / numpy.maximum(pieces.sum(axis=0), 1)) * rate
         nodes = numpy.array(network.link_graph.spec.rank_nodes)
         apart = nodes[pairs // network.ranks] != nodes[pairs % network.ranks]
         paced = apart & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
-        return cls(pairs[paced], pace[paced], carried[:, paced])
+        return cls(pairs[paced], pace[paced])
 
 
 def _both_ways(used: NDArray[numpy.uint64], ranks: int) -> Indices:
@@ -129,12 +109,21 @@ def _depth(parents: Integers, order: Integers, tree: int) -> int:
 
 
 @numba.njit(cache=True)
-def _bandwidths(pairs: Indices, routes: Routes, capacities: Floats) -> Floats:
-    """[pairs] bytes/s between two ranks while no other rank sends."""
+def _needed(
+    pairs: Indices, carried: Floats, work: Floats, rows: NDArray[numpy.bool_], routes: Routes, capacities: Floats
+) -> tuple[Floats, Floats]:
+    """[pairs] bytes/s that a connection needs at most in any mix of stages, and those of its route alone."""
     ranks = len(routes.between)
-    rates = numpy.full(len(pairs), numpy.inf)
+    needed, whole = numpy.full(len(pairs), numpy.inf), numpy.full(len(pairs), numpy.inf)
     for place in range(len(pairs)):
         route = routes.between[pairs[place] // ranks, pairs[place] % ranks]
         for hop in range(routes.starts[route], routes.starts[route + 1]):
-            rates[place] = min(rates[place], capacities[routes.hops[hop]])
-    return rates
+            channel = routes.hops[hop]
+            share = 0.0
+            for stage in range(len(carried)):
+                if carried[stage, place] > 0:
+                    own = 1.0 if rows[stage] else carried[stage, place] / work[stage, channel]
+                    share = max(share, own)
+            needed[place] = min(needed[place], share * capacities[channel])
+            whole[place] = min(whole[place], capacities[channel])
+    return needed, whole

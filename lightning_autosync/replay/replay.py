@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,8 +13,8 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.replay.compute import Compute, ComputeClock, HostWork
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.fluid import StageConditions, drain, with_host_work, with_paces
-from lightning_autosync.replay.frames import count_frames, fullest, run_frames
+from lightning_autosync.replay.fluid import StageConditions, drain, with_host_work
+from lightning_autosync.replay.frames import count_frames, prepare_frames
 from lightning_autosync.replay.loads import LoadModel, Loads
 from lightning_autosync.replay.network import Floats, Forest, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder, critical_path
@@ -92,11 +93,12 @@ class Replay:
         step = self._prepare(schedule)
         frames = count_frames(step.stages, self._network.ranks)
         in_frames = detail == "frames" or (detail == "auto" and frames <= FRAMES_LIMIT)
+        run = self._prepare_frames(step) if in_frames else self._prepare_fluid(step)
         tokens = self._network.burst.copy()
         # A step starts with the tokens that the step before left. Repeat it until the tokens are in a steady state.
         for _ in range(_STEPS):
             before = tokens.copy()
-            times, packed = self._run_frames(step, tokens) if in_frames else self._run_fluid(step, tokens)
+            times, packed = run(tokens)
             spans, synchronized = _message_spans(step, times, packed)
             step_time = synchronized + self._workload.optimizer_time / min(self._speeds)
             # Buckets continue to fill between the end of the last stage and the end of the step.
@@ -139,29 +141,31 @@ class Replay:
                     f"'{self._workload.name}' have {numel}"
                 )
 
-    def _run_frames(self, step: _Step, tokens: Floats) -> tuple[StageTimes, float]:
-        """Run one step frame by frame and update ``tokens`` in place; returns what `run_frames` does."""
-        network, constants = self._network, self._constants
-        return run_frames(
-            step.stages, step.order, step.loads, step.ranks, step.host_work, network, self._forest, constants, tokens
+    def _prepare_frames(self, step: _Step) -> Callable[[Floats], tuple[StageTimes, float]]:
+        return prepare_frames(
+            step.stages,
+            step.order,
+            step.loads,
+            step.ranks,
+            step.host_work,
+            self._network,
+            self._forest,
+            self._constants,
         )
 
-    def _run_fluid(self, step: _Step, tokens: Floats) -> tuple[StageTimes, float]:
-        """Run one step with each stage as one flow; otherwise like `_run_frames`."""
+    def _prepare_fluid(self, step: _Step) -> Callable[[Floats], tuple[StageTimes, float]]:
+        """Prepare a step with each stage as one flow; otherwise like `prepare_frames`."""
         network, loads, count = self._network, step.loads, len(step.stages)
-        work, capacities = with_paces(loads, network)
-        conditions = StageConditions(work, loads.fill, step.order, loads.rivals())
+        conditions = StageConditions(loads.work, loads.fill, step.order, loads.rivals())
         if step.host_work is not None:
             conditions = with_host_work(conditions, step.host_work, network)
-        beyond = numpy.zeros(len(capacities) - len(tokens))
-        spare = numpy.append(tokens, beyond)
-        times = drain(conditions, capacities, self._constants.collectives, spare, numpy.append(network.burst, beyond))
-        tokens[:] = spare[: len(tokens)]
-        of_stages = StageTimes._make(each[:count] for each in times)
-        # A pace is told as the busiest channel of its stage.
-        channel = fullest(loads.work / network.capacities)
-        bound = numpy.where(of_stages.bound < len(tokens), of_stages.bound, channel)
-        return of_stages._replace(bound=bound), float(times.end[count:].max(initial=0.0))
+
+        def run(tokens: Floats) -> tuple[StageTimes, float]:
+            times = drain(conditions, network.capacities, self._constants.collectives, tokens, network.burst)
+            of_stages = StageTimes._make(each[:count] for each in times)
+            return of_stages, float(times.end[count:].max(initial=0.0))
+
+        return run
 
     def _prediction(
         self,
