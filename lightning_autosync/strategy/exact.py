@@ -23,6 +23,7 @@ from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
+from lightning_autosync.strategy.tuning.step_meter import StepFigures
 from lightning_autosync.workload import shared_buffers, shared_parameters, variable_names
 
 
@@ -101,6 +102,14 @@ class ExactReplica(Replica):
     def report(self) -> TuningReport:
         """What was chosen and tried so far, and why."""
         return self._tuning.report()
+
+    def measure_steps(self) -> bool:
+        if self._engine is not None:
+            self._tuning.measure_steps(self._engine)
+        return self._engine is not None
+
+    def step_figures(self) -> StepFigures | None:
+        return self._tuning.step_figures()
 
     @property
     def enabled(self) -> bool:

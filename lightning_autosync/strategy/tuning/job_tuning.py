@@ -11,7 +11,9 @@ from torch import nn
 
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
+from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.plan import Schedule, compile_plan
+from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.drift import DriftWatch
@@ -19,6 +21,7 @@ from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.preparation import Preparation, prepare, remember
 from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
 from lightning_autosync.strategy.tuning.report import TrialReport, TuningReport
+from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
 
 
 class JobTuning:
@@ -55,7 +58,9 @@ class JobTuning:
         self._resolution: Resolution | None = None
         self._preparation: Preparation | None = None
         self._tuner: LiveTuner | None = None
-        self._changes = 0
+        self._changes = self._plan_changes = 0
+        self._meter: StepMeter | None = None
+        self._recorder: Recorder | None = None
         self._schedules: list[Schedule] = []
         self._trials: list[TrialReport] = []
         self._ended = "off"
@@ -90,6 +95,8 @@ class JobTuning:
         )
         if found is not None and found.links.fault:
             resolution = replace(resolution, reason=f"{resolution.reason}: {found.links.fault}")
+        if self._resolution is not None and self._resolution.plan != resolution.plan:
+            self._plan_changes += 1
         self._resolution = resolution
         rank_zero_info(
             f"AutoSync: plan {resolution.plan.fingerprint} ({resolution.plan.semantics}, "
@@ -107,6 +114,7 @@ class JobTuning:
         """
         found = self.resolution
         if not found.alternatives or self._group is not None:
+            self._record(engine)
             return
         assert self._settings.tuning is not None
         assert self._preparation is not None
@@ -127,6 +135,30 @@ class JobTuning:
             DriftWatch(self._changes, self._preparation.expected),
         )
 
+    def measure_steps(self, engine: Engine) -> None:
+        """Record the times of synchronized steps from now on; not during a backward pass.
+
+        Args:
+            engine: the engine in use.
+        """
+        if self._meter is None:
+            self._meter = StepMeter(dist.get_rank(self._group))
+            if self._tuner is None:
+                self._record(engine)
+
+    def step_figures(self) -> StepFigures | None:
+        """The figures of the steps since the last call; None if there were none, or `measure_steps` was not called."""
+        if self._meter is None:
+            return None
+        changes = self._plan_changes + sum(trial.accepted for trial in self._all_trials())
+        return self._meter.take(self.resolution, self._constants, changes)
+
+    def _record(self, engine: Engine) -> None:
+        """Time the passes of an engine without a tuner, which would do so."""
+        if self._meter is not None:
+            self._recorder = Recorder(len(engine.schedule.messages))
+            engine.trace(self._recorder)
+
     def after_pass(self) -> bool:
         """Call on every rank at the end of each synchronized pass; collective.
 
@@ -136,11 +168,16 @@ class JobTuning:
         Raises:
             ExchangeError: a rank was lost, or did not answer in time.
         """
-        tuner = self._tuner
+        tuner, schedule = self._tuner, self.resolution.schedule
         if tuner is None:
+            if self._meter is not None and self._recorder is not None and schedule is not None:
+                self._meter.add(self._recorder.end(), schedule)
+                self._recorder.begin()
             return False
-        ended = tuner.ended
-        if reason := tuner.after_pass():
+        ended, reason = tuner.ended, tuner.after_pass()
+        if self._meter is not None and schedule is not None:
+            self._meter.add(tuner.trace, schedule)
+        if reason:
             return self._measure_again(reason)
         if tuner.ended and not ended and dist.get_rank(self._group) == 0:
             assert self._preparation is not None
@@ -151,19 +188,30 @@ class JobTuning:
     def report(self) -> TuningReport:
         """What was chosen and tried so far, and why."""
         tuner, found = self._tuner, self.resolution
-        plan = found.plan if tuner is None else tuner.present.plan
-        trials = self._trials if tuner is None else [*self._trials, *tuner.trials]
-        reason = found.reason
-        if any(each.plan == plan.fingerprint and each.accepted for each in trials):
+        if tuner is not None:  # a candidate may be in use for a moment
+            schedules = zip(found.alternatives, self._schedules, strict=True)
+            schedule = next(schedule for each, schedule in schedules if each is tuner.present)
+            found = replace(found, plan=tuner.present.plan, schedule=schedule)
+        plan, reason, trials = found.plan.fingerprint, found.reason, self._all_trials()
+        if any(each.plan == plan and each.accepted for each in trials):
             reason = f"the fastest in trials; the job began with {reason}"
         return TuningReport(
-            plan=plan.fingerprint,
+            plan=plan,
             reason=reason,
             links="" if self.links is None else self.links.describe(),
             candidates=[(each.name, each.predicted) for each in found.alternatives],
             trials=trials,
             tuning=self._ended if tuner is None else tuner.state,
+            resolution=found,
+            constants=self._constants,
         )
+
+    @property
+    def _constants(self) -> Constants:
+        return Constants() if self.links is None else self.links.constants
+
+    def _all_trials(self) -> list[TrialReport]:
+        return [*self._trials, *([] if self._tuner is None else self._tuner.trials)]
 
     def close(self) -> None:
         """Stop trials; the engine of the present plan is in use afterwards, and the only one that is open."""
@@ -172,6 +220,7 @@ class JobTuning:
             self._ended = self._tuner.state
             self._tuner.close()
             self._tuner = None
+        self._recorder = None
 
     def _prepare(self, also: Container[nn.Parameter]) -> Preparation | None:
         """Find links and plans, if the user gave no plan and links matter; collective."""
