@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_autosync.strategy.autoddl_lightning import AutoDDLStrategy
     from lightning_autosync.strategy.fabric import AutoSyncFabricStrategy
     from lightning_autosync.strategy.lightning import AutoSyncStrategy
+    from lightning_autosync.strategy.monitor.lightning import SyncMonitor
     from lightning_autosync.strategy.tuning.settings import TuningSettings
     from lightning_autosync.workload import Workload
 
@@ -30,6 +31,7 @@ _HOMES = {
     "AutoSyncStrategy": "strategy.lightning",
     "ClusterSpec": "cluster",
     "HybridPlan": "hybrid",
+    "SyncMonitor": "strategy.monitor.lightning",
     "SyncPlan": "plan",
     "TuningSettings": "strategy.tuning.settings",
     "Workload": "workload",
@@ -42,6 +44,7 @@ __all__ = [
     "AutoSyncStrategy",
     "ClusterSpec",
     "HybridPlan",
+    "SyncMonitor",
     "SyncPlan",
     "TuningSettings",
     "Workload",

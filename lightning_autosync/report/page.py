@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_autosync.documents import Record, checked, counted, write_text
 from lightning_autosync.errors import PlanError
 from lightning_autosync.measure.hosts import emulated_hosts
-from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
-from lightning_autosync.replay import Constants, Prediction, Replay, Timeline
+from lightning_autosync.replay import Constants, Timeline
 from lightning_autosync.replay.constants import Cores
-from lightning_autosync.report.figures.cluster import Traffic, cluster_picture
+from lightning_autosync.report.figures.cluster import cluster_picture
 from lightning_autosync.report.figures.picture import Picture
-from lightning_autosync.report.figures.plan import method_of, plan_picture, reducers
+from lightning_autosync.report.figures.plan import plan_picture
 from lightning_autosync.report.figures.tuning import (
     KINDS,
     contenders_picture,
@@ -29,7 +26,8 @@ from lightning_autosync.report.figures.tuning import (
     tuning_curve,
 )
 from lightning_autosync.report.importance import Importance, importance_of
-from lightning_autosync.report.rendering import milliseconds, rate_text, render
+from lightning_autosync.report.plan_view import PlanView, message_rows
+from lightning_autosync.report.rendering import milliseconds, rate_text, render, yaml_text
 from lightning_autosync.report.summary import bound_share, summary
 from lightning_autosync.report.timeline import TIMELINES, load_timelines, steps_picture
 from lightning_autosync.report.tuning_run import TuningRun
@@ -58,7 +56,7 @@ def write_report(run: TuningRun, path: Path) -> None:
 
 
 def _page(run: TuningRun) -> dict[str, Any]:
-    view = PlanView.of(run)
+    view = _view(run)
     timelines = _timelines(run, view)
     importance = _importance(run)
     return {
@@ -68,14 +66,14 @@ def _page(run: TuningRun) -> dict[str, Any]:
         "summary": summary(run),
         "kendall": kendall(run),
         "has_bound": run.bound is not None,
-        "messages": [] if view is None else list(message_rows(run, view)),
-        "plan_text": None if run.plan is None else _as_yaml(run.plan.to_dict()),
+        "messages": [] if view is None else list(message_rows(view)),
+        "plan_text": None if run.plan is None else yaml_text(run.plan.to_dict()),
         "timelines": timelines,
         "importance": importance,
         "pictures": _pictures(run, view, timelines, importance),
         "final_rows": _final_rows(run),
         "facts": _facts(run),
-        "settings_text": _as_yaml(run.result.settings),
+        "settings_text": yaml_text(run.result.settings),
         "environment": _flat(run.result.environment),
     }
 
@@ -185,11 +183,6 @@ def _rates(run: TuningRun) -> str:
     return f", links of {least}" + ("" if least == most else f" to {most}")
 
 
-def _as_yaml(data: Any) -> str:
-    text: str = yaml.safe_dump(data, sort_keys=False, width=100, default_flow_style=None)
-    return text
-
-
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested mappings as one mapping with dotted keys and texts."""
     made: dict[str, str] = {}
@@ -213,66 +206,18 @@ def _said(value: Any) -> str:
     return str(value)
 
 
-@dataclass(frozen=True)
-class PlanView:
-    """The best plan with its schedule and, if the rates of the links are known, its prediction."""
+def _view(run: TuningRun) -> PlanView | None:
+    """The view of a run's best plan; None if there is none.
 
-    plan: SyncPlan
-    schedule: Schedule
-    prediction: Prediction | None
-
-    @classmethod
-    def of(cls, run: TuningRun) -> PlanView | None:
-        """The view of a run's best plan; None if there is none.
-
-        Raises:
-            PlanError: the plan is not for the run's workload and cluster.
-        """
-        if run.plan is None:
-            return None
-        try:
-            schedule = compile_plan(run.plan, run.workload, run.cluster)
-        except PlanError as error:
-            raise PlanError(f"{run.directory / RESULT}: best.{error}") from None
-        if not run.cluster.measured:
-            return cls(run.plan, schedule, None)
-        replay = Replay(run.workload, run.cluster, _constants(run))
-        return cls(run.plan, schedule, replay.predict(schedule))
-
-    @property
-    def traffic(self) -> Traffic | None:
-        if self.prediction is None:
-            return None
-        return Traffic(self.prediction.step_time, self.prediction.timeline.links)
-
-
-def message_rows(run: TuningRun, view: PlanView) -> Iterator[dict[str, Any]]:
-    """The rows of the plan's table: one per message, in the plan's order."""
-    spans = {} if view.prediction is None else {span.name: span for span in view.prediction.timeline.messages}
-    for group, message in zip(view.plan.groups, view.schedule.messages, strict=True):
-        shares = reducers(message, view.schedule.world_size)
-        span = spans.get(group.name)
-        yield {
-            "name": group.name,
-            "variables": group.variables,
-            "megabytes": sum(run.workload.variable(name).bytes for name in group.variables) / 1e6,
-            "method": method_of(group),
-            "shards": group.shards,
-            "reducers": _who(shares),
-            "priority": group.priority,
-            "segment": group.segment,
-            "span": None if span is None else (1e3 * span.ready, 1e3 * span.start, 1e3 * span.end),
-        }
-
-
-def _who(shares: list[float]) -> str:
-    """The ranks that reduce a message, as a short text."""
-    taking = [(rank, share) for rank, share in enumerate(shares) if share > 0]
-    if len(taking) == len(shares) > 1 and max(shares) - min(shares) < 0.02:
-        return "all ranks, equal shares"
-    if len(taking) == 1:
-        return f"rank {taking[0][0]}"
-    return ", ".join(f"{rank}: {share:.0%}" for rank, share in taking)
+    Raises:
+        PlanError: the plan is not for the run's workload and cluster.
+    """
+    if run.plan is None:
+        return None
+    try:
+        return PlanView.of(run.plan, run.workload, run.cluster, _constants(run))
+    except PlanError as error:
+        raise PlanError(f"{run.directory / RESULT}: best.{error}") from None
 
 
 def _constants(run: TuningRun) -> Constants:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import yaml
+
 
 def render(name: str, **values: Any) -> str:
     """Render the template ``name`` with ``values``. Text is escaped; a missing value is an error."""
@@ -17,6 +19,12 @@ def render(name: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template(name).render(**values)
+
+
+def yaml_text(data: Any) -> str:
+    """Plain data as YAML, in the given order."""
+    text: str = yaml.safe_dump(data, sort_keys=False, width=100, default_flow_style=None)
+    return text
 
 
 def milliseconds(seconds: float) -> str:

@@ -17,6 +17,7 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.tuning.step_meter import StepFigures
 
 
 class Replica(ABC):
@@ -73,6 +74,17 @@ class Replica(ABC):
     @property
     def engine(self) -> Engine | None:
         """The running engine; None if there is none."""
+        return None
+
+    def measure_steps(self) -> bool:
+        """Record what synchronized steps take on this rank from now on; returns whether this replica can.
+
+        Do not call this during a backward pass. It makes no collective calls.
+        """
+        return False
+
+    def step_figures(self) -> StepFigures | None:
+        """The figures of the steps since the last call; None if there were none, or `measure_steps` was not called."""
         return None
 
     # Training

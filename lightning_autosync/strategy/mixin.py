@@ -44,6 +44,7 @@ from lightning_autosync.strategy.trainer import (
 )
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
+from lightning_autosync.strategy.tuning.step_meter import StepFigures
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -153,6 +154,14 @@ class AutoSyncMixin(_Base):
     def report(self) -> TuningReport | None:
         """How gradients are synchronized, why, and which plans were tried; None if replicas are not synchronous."""
         return self._replica.report() if isinstance(self._replica, ExactReplica) else None
+
+    def measure_steps(self) -> bool:
+        """Record what synchronized steps take on this rank from now on; see `Replica.measure_steps`."""
+        return self._replica is not None and self._replica.measure_steps()
+
+    def step_figures(self) -> StepFigures | None:
+        """What the synchronized steps since the last call took and sent; see `Replica.step_figures`."""
+        return None if self._replica is None else self._replica.step_figures()
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None

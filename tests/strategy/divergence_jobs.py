@@ -24,6 +24,7 @@ from lightning_autosync.engine.gradients import DenseGradients
 from lightning_autosync.engine.replicas import ReplicaCheck
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import exact as replica_module
+from lightning_autosync.strategy import replica_comparison
 from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.settings import StrategySettings
@@ -366,7 +367,7 @@ def in_turn_under_fabric(**strategy: Any) -> dict[str, Any]:
 
     with (
         mock.patch.object(DenseGradients, "start", counted),
-        mock.patch.object(replica_module, "gather_json", wraps=replica_module.gather_json) as gather,
+        mock.patch.object(replica_comparison, "gather_json", wraps=replica_comparison.gather_json) as gather,
     ):
 
         def began(step: int) -> None:

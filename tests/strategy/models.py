@@ -50,6 +50,15 @@ class Plain(LightningModule):
         return loader()
 
 
+class Wide(Plain):
+    """Gradients of 200 kB, next to which other messages between ranks are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 5000)
+        self.head = nn.Linear(5000, CLASSES)
+
+
 class SeesGradients(Plain):
     """Notes how far the gradients that ``on_after_backward`` sees differ between ranks."""
 

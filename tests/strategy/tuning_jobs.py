@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, ClusterSpec, TuningSettings
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.replay import Constants
-from lightning_autosync.strategy import exact
 from lightning_autosync.strategy.exact import ExactReplica
+from lightning_autosync.strategy.tuning import job_tuning
 from lightning_autosync.strategy.tuning.contest import Contest
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
@@ -34,12 +34,12 @@ SHORT = TuningSettings(probe=0, search=0.5, warm_up=1, passes=8, cache=None)
 
 
 @contextmanager
-def counted_switches() -> Iterator[list[int]]:
-    """The plans that were switched to, while the context is open.
+def counted_switches() -> Iterator[list[str]]:
+    """The fingerprints of the plans that were switched to, while the context is open.
 
     Contests last as long as they may, whatever the times, and every second candidate wins.
     """
-    switches: list[int] = []
+    switches: list[str] = []
     use, decide, begun = ExactReplica._use, Contest._decide, count()
     winners: dict[Contest, bool] = {}
 
@@ -48,11 +48,11 @@ def counted_switches() -> Iterator[list[int]]:
             winners[self] = next(begun) % 2 == 0
         return winners[self] if min(self.passes) >= SHORT.passes else None
 
-    def spy(self: ExactReplica, index: int, engine: Any) -> None:
+    def spy(self: ExactReplica, engine: Any) -> None:
         before = self.engine
-        use(self, index, engine)
+        use(self, engine)
         if before is not None and before is not self.engine:
-            switches.append(index)
+            switches.append(self.plan.fingerprint)
 
     ExactReplica._use, Contest._decide = spy, decide_late  # type: ignore[method-assign]
     try:
@@ -161,7 +161,7 @@ def changing_links() -> dict[str, Any]:
     strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1))
     with (
         mock.patch.object(DriftWatch, "record", record),
-        mock.patch.object(exact, "find_links", return_value=slow),
+        mock.patch.object(job_tuning, "find_links", return_value=slow),
     ):
         ours = jobs.fit("Plain", strategy, max_epochs=12)
     theirs = jobs.fit("Plain", DDPStrategy(), max_epochs=12)

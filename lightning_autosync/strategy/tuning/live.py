@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.engine.tracing import Recorder, StepTrace
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.memory import StepTime
 from lightning_autosync.strategy.tuning.drift import WINDOW, DriftWatch, median_times
@@ -63,7 +63,10 @@ class LiveTuner:
 
     Attributes:
         passes: number of synchronized passes so far.
+        trace: times of the last pass.
     """
+
+    trace: StepTrace
 
     def __init__(
         self,
@@ -88,6 +91,12 @@ class LiveTuner:
         self._window: list[PassTimes] = []
         # Plans are chosen two passes ahead, so that ranks can agree on a choice before its pass begins.
         self._chosen = deque(self._tuner.following() for _ in range(2))
+        if len(alternatives) > 1:
+            rank_zero_info(
+                f"AutoSync: after {counted(settings.warm_up, 'step')}, up to "
+                f"{counted(len(alternatives) - 1, 'other plan')} may be tried on training steps; the present plan is "
+                f"{alternatives[0].name}"
+            )
         self._follow()
 
     @property
@@ -155,7 +164,8 @@ class LiveTuner:
             ExchangeError: a rank was lost, or did not answer in time.
         """
         self.passes += 1
-        own = self._own.of(self._recorder.end())
+        self.trace = self._recorder.end()
+        own = self._own.of(self.trace)
         reason = self._watch(own) if self._ended else self._try(own)
         self._recorder.begin()
         return reason
@@ -172,7 +182,10 @@ class LiveTuner:
 
     def _try(self, own: PassTimes) -> str:
         if self._times.under_way:
+            known = len(self._tuner.trials)
             self._tuner.record(self._times.take().period)
+            for trial in self.trials[known:]:
+                rank_zero_info(f"AutoSync: {trial}")
             if self._chosen[-1] == _END:  # all ranks have agreed on that
                 self._finish()
                 return ""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_autosync.replay import Constants
+
+if TYPE_CHECKING:
+    from lightning_autosync.strategy.resolution import Resolution
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,12 @@ class TrialReport:
     steps: tuple[int, int]
     accepted: bool
 
+    def __str__(self) -> str:
+        return (
+            f"tried {self.name} (plan {self.plan}): {self.speedup:.2f}x as fast as plan {self.against} over "
+            f"{sum(self.steps)} steps, {'kept' if self.accepted else 'not kept'}"
+        )
+
 
 @dataclass(frozen=True)
 class TuningReport:
@@ -41,6 +54,8 @@ class TuningReport:
         candidates: names of the plans that could be tried, with their predicted seconds.
         trials: comparisons so far.
         tuning: state of the tuning in words.
+        resolution: the plan with its workload and cluster, for pages.
+        constants: costs of the hosts, for predictions on pages.
     """
 
     plan: str
@@ -49,20 +64,35 @@ class TuningReport:
     candidates: Sequence[tuple[str, float]]
     trials: Sequence[TrialReport]
     tuning: str
+    resolution: Resolution = field(repr=False, compare=False)
+    constants: Constants = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
+        """The report as plain data, without ``resolution`` and ``constants``."""
+        return {
+            "plan": self.plan,
+            "reason": self.reason,
+            "links": self.links,
+            "candidates": list(self.candidates),
+            "trials": [asdict(trial) for trial in self.trials],
+            "tuning": self.tuning,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as an HTML page, with pictures of the plan, the links and the predicted step.
+
+        Raises:
+            UnwritableError: the file cannot be written.
+        """
+        # Late: training imports no matplotlib.
+        from lightning_autosync.strategy.tuning.page import write_page
+
+        write_page(self, Path(path))
 
     def __str__(self) -> str:
         lines = [f"plan {self.plan}: {self.reason}"]
         if self.links:
             lines.append(f"links: {self.links}")
-        for trial in self.trials:
-            verdict = "kept" if trial.accepted else "not kept"
-            lines.append(
-                f"tried {trial.name} (plan {trial.plan}): {trial.speedup:.2f}x as fast as plan {trial.against} over "
-                f"{sum(trial.steps)} steps, {verdict}"
-            )
+        lines += map(str, self.trials)
         lines.append(f"tuning: {self.tuning}")
         return "\n".join(lines)

@@ -1,0 +1,4 @@
+"""Callbacks that log how a job synchronizes.
+
+`lightning.SyncMonitor` is the callback for lightning.pytorch, `pytorch.SyncMonitor` for pytorch_lightning.
+"""

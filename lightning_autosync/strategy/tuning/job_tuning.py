@@ -1,0 +1,254 @@
+"""`JobTuning`: chooses the plan of a replica, tries others while it trains, and tells what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import replace
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_autosync.documents import counted
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.plan import Schedule, compile_plan
+from lightning_autosync.replay import Constants
+from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
+from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.tuning.drift import DriftWatch
+from lightning_autosync.strategy.tuning.live import LiveTuner
+from lightning_autosync.strategy.tuning.preparation import Preparation, prepare, remember
+from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
+from lightning_autosync.strategy.tuning.report import TrialReport, TuningReport
+from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
+
+
+class JobTuning:
+    """The plan of one replica, from the choice before the first step to the trials during training.
+
+    Without tuning, the plan follows from the settings alone, and no other is tried.
+
+    Args:
+        module: the module, on its device and in its dtype.
+        settings: settings of the strategy.
+        nodes: number of nodes in the job.
+        devices: number of ranks per node.
+        group: process group of all ranks; None is the default group.
+        links: links of the job, if another replica has found them.
+
+    Attributes:
+        links: the links of the job; None if they were not needed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: StrategySettings,
+        nodes: int,
+        devices: int,
+        group: dist.ProcessGroup | None,
+        links: JobLinks | None,
+    ) -> None:
+        self._module = module
+        self._settings = settings
+        self._shape = (nodes, devices)
+        self._group = group
+        self.links = links
+        self._resolution: Resolution | None = None
+        self._preparation: Preparation | None = None
+        self._tuner: LiveTuner | None = None
+        self._changes = self._plan_changes = 0
+        self._meter: StepMeter | None = None
+        self._recorder: Recorder | None = None
+        self._schedules: list[Schedule] = []
+        self._trials: list[TrialReport] = []
+        self._ended = "off"
+
+    @property
+    def resolution(self) -> Resolution:
+        """What the job uses now: the workload, the cluster, the plan and its schedule."""
+        assert self._resolution is not None
+        return self._resolution
+
+    def resolve(self, also: Container[nn.Parameter] = ()) -> None:
+        """Choose the plan, and say on rank 0 which one and why; collective.
+
+        Args:
+            also: frozen parameters that the plan also covers, because they train at other times.
+
+        Raises:
+            DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
+        """
+        self._preparation = found = self._prepare(also)
+        settings = self._settings if found is None else replace(self._settings, cluster=found.links.cluster)
+        resolution = resolve_together(
+            settings,
+            self._module,
+            *self._shape,
+            self._group,
+            # Groups for two levels are subsets of the default group, but a second module in Fabric has its own group.
+            two_level_collectives=self._group is None and dist.get_backend() == "nccl",
+            unshared=memory_fault(self._module, *self._shape, self._group),
+            also=also,
+            proposals=None if found is None else found.proposals,
+        )
+        if found is not None and found.links.fault:
+            resolution = replace(resolution, reason=f"{resolution.reason}: {found.links.fault}")
+        if self._resolution is not None and self._resolution.plan != resolution.plan:
+            self._plan_changes += 1
+        self._resolution = resolution
+        rank_zero_info(
+            f"AutoSync: plan {resolution.plan.fingerprint} ({resolution.plan.semantics}, "
+            f"{counted(resolution.plan.world_size, 'rank')}, {counted(len(resolution.plan.groups), 'message')}, "
+            f"{resolution.workload.bytes / 1e6:.3g} MB): {resolution.reason}"
+        )
+
+    def start(self, engine: Engine, open_engine: Callable[[Schedule], Engine], use: Callable[[Engine], None]) -> None:
+        """Begin to try other plans, if there are any; collective.
+
+        Args:
+            engine: the engine of the chosen plan.
+            open_engine: opens an engine for another schedule; collective.
+            use: lets an engine synchronize the following passes.
+        """
+        found = self.resolution
+        if not found.alternatives or self._group is not None:
+            self._record(engine)
+            return
+        assert self._settings.tuning is not None
+        assert self._preparation is not None
+        # Compiled now, so that no step has to wait for it.
+        self._schedules = [compile_plan(each.plan, found.workload, found.cluster) for each in found.alternatives]
+
+        def use_plan(index: int, other: Engine) -> None:
+            self._resolution = replace(self.resolution, plan=found.alternatives[index].plan, schedule=other.schedule)
+            use(other)
+
+        self._tuner = LiveTuner(
+            found.alternatives,
+            engine,
+            lambda index: open_engine(self._schedules[index]),
+            use_plan,
+            self._settings.tuning,
+            self._group,
+            DriftWatch(self._changes, self._preparation.expected),
+        )
+
+    def measure_steps(self, engine: Engine) -> None:
+        """Record the times of synchronized steps from now on; not during a backward pass.
+
+        Args:
+            engine: the engine in use.
+        """
+        if self._meter is None:
+            self._meter = StepMeter(dist.get_rank(self._group))
+            if self._tuner is None:
+                self._record(engine)
+
+    def step_figures(self) -> StepFigures | None:
+        """The figures of the steps since the last call; None if there were none, or `measure_steps` was not called."""
+        if self._meter is None:
+            return None
+        changes = self._plan_changes + sum(trial.accepted for trial in self._all_trials())
+        return self._meter.take(self.resolution, self._constants, changes)
+
+    def _record(self, engine: Engine) -> None:
+        """Time the passes of an engine without a tuner, which would do so."""
+        if self._meter is not None:
+            self._recorder = Recorder(len(engine.schedule.messages))
+            engine.trace(self._recorder)
+
+    def after_pass(self) -> bool:
+        """Call on every rank at the end of each synchronized pass; collective.
+
+        Returns:
+            Whether links have changed, so that the replica needs another plan.
+
+        Raises:
+            ExchangeError: a rank was lost, or did not answer in time.
+        """
+        tuner, schedule = self._tuner, self.resolution.schedule
+        if tuner is None:
+            if self._meter is not None and self._recorder is not None and schedule is not None:
+                self._meter.add(self._recorder.end(), schedule)
+                self._recorder.begin()
+            return False
+        ended, reason = tuner.ended, tuner.after_pass()
+        if self._meter is not None and schedule is not None:
+            self._meter.add(tuner.trace, schedule)
+        if reason:
+            return self._measure_again(reason)
+        if tuner.ended and not ended and dist.get_rank(self._group) == 0:
+            assert self._preparation is not None
+            assert self._settings.tuning is not None
+            remember(self._preparation, tuner, self._settings.tuning.cache)
+        return False
+
+    def report(self) -> TuningReport:
+        """What was chosen and tried so far, and why."""
+        tuner, found = self._tuner, self.resolution
+        if tuner is not None:  # a candidate may be in use for a moment
+            schedules = zip(found.alternatives, self._schedules, strict=True)
+            schedule = next(schedule for each, schedule in schedules if each is tuner.present)
+            found = replace(found, plan=tuner.present.plan, schedule=schedule)
+        plan, reason, trials = found.plan.fingerprint, found.reason, self._all_trials()
+        if any(each.plan == plan and each.accepted for each in trials):
+            reason = f"the fastest in trials; the job began with {reason}"
+        return TuningReport(
+            plan=plan,
+            reason=reason,
+            links="" if self.links is None else self.links.describe(),
+            candidates=[(each.name, each.predicted) for each in found.alternatives],
+            trials=trials,
+            tuning=self._ended if tuner is None else tuner.state,
+            resolution=found,
+            constants=self._constants,
+        )
+
+    @property
+    def _constants(self) -> Constants:
+        return Constants() if self.links is None else self.links.constants
+
+    def _all_trials(self) -> list[TrialReport]:
+        return [*self._trials, *([] if self._tuner is None else self._tuner.trials)]
+
+    def close(self) -> None:
+        """Stop trials; the engine of the present plan is in use afterwards, and the only one that is open."""
+        if self._tuner is not None:
+            self._trials += self._tuner.trials
+            self._ended = self._tuner.state
+            self._tuner.close()
+            self._tuner = None
+        self._recorder = None
+
+    def _prepare(self, also: Container[nn.Parameter]) -> Preparation | None:
+        """Find links and plans, if the user gave no plan and links matter; collective."""
+        settings, tuning = self._settings, self._settings.tuning
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self._module.parameters())
+        nodes = self._shape[0] if settings.cluster is None else len(settings.cluster.nodes)
+        if tuning is None or settings.plan is not None or not on_cpu or nodes == 1:
+            return None
+        if settings.cluster is None and not tuning.probe:
+            return None
+        found = prepare(settings, self._module, *self._shape, self._group, also, self.links)
+        if found.on_one_host:
+            self._shape = 1, found.links.cluster.world_size  # the nodes of this job are one machine
+            return None
+        self.links = found.links
+        return found
+
+    def _measure_again(self, reason: str) -> bool:
+        """Measure the links again; returns whether they have changed. Collective."""
+        tuning = self._settings.tuning
+        assert tuning is not None
+        assert self.links is not None
+        found = find_links(None, *self._shape, tuning.probe, self._settings.timeout)
+        changes = [] if found.fault else changed_links(self.links.cluster, found.cluster)
+        rank_zero_info(
+            f"AutoSync: links were measured again, because {reason}. "
+            + (" ".join(changes) or found.fault or "They have not changed.")
+        )
+        if changes:
+            self.links, self._changes = found, self._changes + 1
+        return bool(changes)

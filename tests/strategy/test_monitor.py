@@ -1,0 +1,115 @@
+"""A user sees how a job synchronizes: metrics in the loggers, lines about trials, a page, and a plan to keep."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import monitor_jobs
+import pytest
+from models import Plain
+
+import lightning_autosync
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.strategy.monitor.lightning import SyncMonitor
+
+
+@pytest.fixture(scope="module")
+def tuned(duo: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return duo.run(monitor_jobs.tuned, folder=str(tmp_path_factory.mktemp("tuned")))
+
+
+def test_metrics_are_plausible_and_follow_the_plan(tuned: list[dict[str, Any]]) -> None:
+    found, report = tuned[0], tuned[0]["report"]
+    rows = found["rows"]
+    assert len(rows) == 12 * 8 // monitor_jobs.EVERY
+    for row in rows:
+        assert 0 <= row["autosync/wait"] < row["autosync/step_time"] < 10
+        assert 0 <= row["autosync/overlap"] <= 1
+        assert row["autosync/share_of_bound"] > 0
+        assert min(found["sent"].values()) - 1 <= row["autosync/bytes"] <= max(found["sent"].values()) + 1
+    accepted = [trial for trial in report["trials"] if trial["accepted"]]
+    assert accepted
+    assert rows[0]["autosync/plan_changes"] == 0
+    assert rows[-1]["autosync/plan_changes"] == len(accepted)
+    assert rows[-1]["autosync/bytes"] == pytest.approx(found["sent"][report["plan"]])
+    assert found["hyperparameters"]["autosync_plan"] == report["plan"]
+    assert tuned[1]["rows"] == []
+
+
+def test_each_trial_is_one_line_in_the_log_and_so_are_the_begin_and_the_end(tuned: list[dict[str, Any]]) -> None:
+    told, trials = tuned[0]["told"], tuned[0]["report"]["trials"]
+    assert len(told) == len(trials) + 2
+    assert "may be tried on training steps; the present plan is" in told[0]
+    for line, trial in zip(told[1:-1], trials, strict=True):
+        assert f"tried {trial['name']} (plan {trial['plan']}): {trial['speedup']:.2f}x as fast as" in line
+        assert line.endswith("not kept") is not trial["accepted"]
+    assert "makes steps" in told[-1]
+
+
+def test_the_page_of_a_job_shows_its_plan_its_links_and_its_trials(tuned: list[dict[str, Any]]) -> None:
+    page, report = tuned[0]["page"], tuned[0]["report"]
+    assert report["plan"] in page
+    assert report["reason"].split(";")[0] in page
+    for trial in report["trials"]:
+        assert trial["plan"] in page
+        assert f"{trial['speedup']:.2f}x" in page
+    for name in ("messages", "cluster", "steps"):
+        assert f'<figure id="{name}">' in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize("builder", ["all_reduce", "ps"])
+def test_bytes_are_those_that_the_kernel_counts(duo: Any, tmp_path: Any, builder: str) -> None:
+    found = duo.run(monitor_jobs.bytes_of, folder=str(tmp_path), builder=builder)[0]
+    (logged,) = {row["autosync/bytes"] for row in found["rows"]}
+    assert found["sent"]
+    assert found["sent"] == pytest.approx([logged] * len(found["sent"]), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "relaxed"])
+def test_strategies_without_the_metrics_say_so_once(duo: Any, tmp_path: Any, kind: str) -> None:
+    first, second = duo.run(monitor_jobs.silent, folder=str(tmp_path), kind=kind)
+    assert first["rows"] == []
+    assert len(first["warnings"]) == 1
+    assert "SyncMonitor logs nothing under" in first["warnings"][0]
+    assert second["warnings"] == []
+
+
+def test_a_saved_plan_can_be_pinned(duo: Any, tmp_path: Any) -> None:
+    for found in duo.run(monitor_jobs.pinned, folder=str(tmp_path)):
+        assert found["plans"][0] == found["plans"][1]
+        assert found["distance"] < 1e-5
+        assert found["trials"] == 0
+
+
+@pytest.mark.parametrize(("framework", "home"), [("lightning.pytorch", "lightning"), ("pytorch_lightning", "pytorch")])
+def test_both_frameworks_have_the_callback(framework: str, home: str, tmp_path: Any) -> None:
+    monitor = import_module(f"lightning_autosync.strategy.monitor.{home}").SyncMonitor(every_n_steps=2)
+    made = import_module(framework)
+    assert isinstance(monitor, made.Callback)
+    logger = import_module(f"{framework}.loggers").CSVLogger(tmp_path)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_train_batches": 4, **quiet}
+    module = import_module(f"{framework}.demos.boring_classes").BoringModel()
+    with pytest.warns(UserWarning, match="SyncMonitor logs nothing under SingleDeviceStrategy"):
+        made.Trainer(logger=logger, callbacks=[monitor], **options).fit(module)
+
+
+def test_wrong_uses_are_clear_errors() -> None:
+    assert lightning_autosync.SyncMonitor is SyncMonitor
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(DocumentError, match="SyncMonitor: every_n_steps"):
+            SyncMonitor(wrong)  # type: ignore[arg-type]
+    trainer = import_module("lightning.pytorch").Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[SyncMonitor()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(DocumentError, match="SyncMonitor: the Trainer has no logger"):
+        trainer.fit(Plain())

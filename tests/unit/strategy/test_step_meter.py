@@ -1,0 +1,104 @@
+"""Figures of steps follow from their traces."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.plan import Schedule, builders, compile_plan
+from lightning_autosync.plan.traffic import sent_bytes
+from lightning_autosync.replay import Constants
+from lightning_autosync.strategy.resolution import Resolution
+from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter, overlap
+from lightning_autosync.workload import Variable, Workload
+
+PAIR = ClusterSpec.uniform(2, bandwidth="1 Gbit/s", name="pair")
+WORKLOAD = Workload(name="one", variables=(Variable(name="weight", shape=(10**6,), dtype="float32"),))
+SENT = 4e6
+"""Bytes of the gradients, and of what one of two ranks sends and receives."""
+FREE = Constants(framing=1.0)
+
+
+def trace(
+    *spans: tuple[float | None, float | None], forward: float = 0.1, backward: float = 0.3, end: float = 0.5
+) -> StepTrace:
+    started, completed = tuple(start for start, _ in spans), tuple(stop for _, stop in spans)
+    return StepTrace(forward, backward, end, end, started, started, completed)
+
+
+def resolution(cluster: ClusterSpec = PAIR, builder: str = "all_reduce") -> Resolution:
+    plan = builders.build(builder, WORKLOAD, cluster)
+    return Resolution(WORKLOAD, cluster, plan, compile_plan(plan, WORKLOAD, cluster), "test")
+
+
+def schedule_of(found: Resolution) -> Schedule:
+    assert found.schedule is not None
+    return found.schedule
+
+
+def figures(*traces: StepTrace, found: Resolution | None = None) -> StepFigures:
+    found = found or resolution()
+    meter = StepMeter(0)
+    for each in traces:
+        meter.add(each, schedule_of(found))
+    taken = meter.take(found, FREE, 3)
+    assert taken is not None
+    return taken
+
+
+def test_times_are_medians_so_that_a_pause_does_not_count() -> None:
+    found = figures(trace(end=0.5), trace(end=9.0), trace(end=0.4))
+    assert found.step_time == 0.5
+    assert found.wait == pytest.approx(0.2)
+    assert found.plan_changes == 3
+
+
+@pytest.mark.parametrize(
+    ("spans", "share"),
+    [
+        ([(0.1, 0.2)], 1.0),
+        ([(0.3, 0.5)], 0.0),
+        ([(0.2, 0.4)], 0.5),
+        ([(0.2, 0.4), (0.2, 0.4)], 0.5),
+        ([(0.1, 0.4), (0.2, 0.3)], 2 / 3),
+        ([(0.1, 0.2), (0.4, 0.5)], 0.5),
+        ([(0.2, 0.4), (None, None)], 0.5),
+    ],
+)
+def test_overlap_counts_each_moment_with_a_message_under_way_once(spans: list, share: float) -> None:
+    assert overlap(trace(*spans)) == pytest.approx(share)
+
+
+def test_overlap_is_unknown_without_a_message() -> None:
+    assert overlap(trace((None, None))) is None
+    assert "overlap" not in figures(trace((None, None))).metrics()
+
+
+def test_bytes_are_those_of_the_plans_that_synchronized_the_steps() -> None:
+    one, other = resolution(), resolution(builder="ps")
+    meter, rank = StepMeter(1), 1
+    meter.add(trace(), schedule_of(one))
+    meter.add(trace(), schedule_of(other))
+    meter.add(trace(), schedule_of(other))
+    found = meter.take(other, FREE, 0)
+    sent = [sent_bytes(schedule_of(each)) for each in (one, other)]
+    assert found is not None
+    assert sent[0] is not None
+    assert sent[1] is not None
+    assert found.bytes == pytest.approx((sent[0][rank] + 2 * sent[1][rank]) / 3)
+    assert meter.take(other, FREE, 0) is None
+
+
+def test_share_of_bound_is_the_least_step_time_over_the_measured_one() -> None:
+    # 4 MB take 32 ms at 1 Gbit/s in each direction, and cannot start before the forward pass has ended.
+    seconds = 8 * SENT / 1e9
+    computing = figures(trace(forward=0.1, backward=0.3, end=0.5))
+    assert computing.share_of_bound == pytest.approx((0.3 + seconds) / 0.5, rel=0.01)
+    alone = figures(trace(forward=0.0, backward=0.0, end=2 * seconds))
+    assert alone.share_of_bound == pytest.approx(0.5, rel=0.01)
+
+
+def test_share_of_bound_is_unknown_without_rates() -> None:
+    unknown = ClusterSpec.uniform(2)
+    assert figures(trace(), found=resolution(unknown)).share_of_bound is None
