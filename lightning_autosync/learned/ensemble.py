@@ -57,7 +57,12 @@ _LINES = "lines"
 
 
 class EnsembleDescription(Record):
-    """The saved description of an ensemble: the arguments of `LearnedEstimator` and the numbers of features."""
+    """The saved description of an ensemble: the arguments of `LearnedEstimator`, and what its networks take.
+
+    Attributes:
+        features: number of features of each input.
+        encoding: digest of the encoding of plans, see `SimulatorNetwork.encoding`; None in files of earlier releases.
+    """
 
     members: Annotated[Count, Field(le=MOST_MEMBERS)]
     network: dict[str, Any]
@@ -65,6 +70,7 @@ class EnsembleDescription(Record):
     training: Training
     tuning: Training
     seed: Index
+    encoding: str | None = None
 
 
 class LearnedEstimator:
@@ -120,6 +126,11 @@ class LearnedEstimator:
         memo |= {id(self): made, id(self._encoded): self._encoded, id(self._contexts): self._contexts}
         made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         return made
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it was fitted or loaded. A search does not train such a simulator further."""
+        return bool(self.networks)
 
     def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
         """Estimate step times: the mean and the standard deviation of the networks' logarithms."""
@@ -230,6 +241,12 @@ class LearnedEstimator:
         if set(description.features) != set(inputs):
             found = ", ".join(description.features) or "none"
             raise SimulatorError(f"{path}: settings.features: '{header.kind}' needs {', '.join(inputs)}; got {found}")
+        own = KINDS[header.kind].encoding()
+        if description.encoding is not None and description.encoding != own:
+            raise SimulatorError(
+                f"{path}: settings.encoding: expected '{own}', got '{description.encoding}': the simulator was fitted "
+                "by a release that encodes plans in another way; fit it again"
+            )
         made = cls(
             header.kind,
             header.constants,
@@ -260,6 +277,7 @@ class LearnedEstimator:
             training=self.training,
             tuning=self.tuning,
             seed=self.seed,
+            encoding=self.kind.encoding(),
         )
 
     def _build(self, available: int | None = None) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lightning_autosync.learned.context import Floats, Integers
 from lightning_autosync.learned.plan_arrays import COMPRESSORS, EVERYBODY, MODES, PlanArrays
 
-_PATH = ("forward", "backward", "optimizer", "finish", "launch", "hosts", "cores", "pipeline", "links")
+PATH = ("forward", "backward", "optimizer", "finish", "launch", "hosts", "cores", "pipeline", "links")
 """Kinds of spans on a critical path."""
 _ON = {"its pipeline": "pipeline", "shared cores": "cores"}
 
@@ -28,7 +28,7 @@ def _times(arrays: PlanArrays) -> Floats:
     busy = prediction.demand.sum(axis=0) / step
     wires, hosts, cores = busy[:links], busy[links : links + context.ranks], busy[links + context.ranks :]
     workload = context.workload
-    path = dict.fromkeys(_PATH, 0.0)
+    path = dict.fromkeys(PATH, 0.0)
     for span in prediction.critical_path:
         path[_waits_for(span.name)] += span.seconds / step
     shares = [
@@ -47,7 +47,7 @@ def _times(arrays: PlanArrays) -> Floats:
 
 
 def _waits_for(name: str) -> str:
-    if name in _PATH:
+    if name in PATH:
         return name
     channel = name.rpartition(" on ")[2]
     return _ON.get(channel, "hosts" if channel.startswith("host of rank ") else "links")

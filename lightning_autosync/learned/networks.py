@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from torch import nn
 
-from lightning_autosync.documents import Count, Record, describe_validation_error
-from lightning_autosync.learned.plan_arrays import PlanArrays
+from lightning_autosync.documents import Count, Record, describe_validation_error, digest
+from lightning_autosync.learned.plan_arrays import COMPRESSORS, MODES, PlanArrays
 from lightning_autosync.learned.predefined import ShardSet, predefined, shard_set
 from lightning_autosync.learned.simulator import SimulatorError
 
@@ -48,8 +48,8 @@ def load_dgl() -> ModuleType:
 
 def _refusal(why: str) -> SimulatorError:
     return SimulatorError(
-        f"dgl: {why}; graph simulators need it: pip install 'dgl>=1.1.3,<2' (Python 3.11 or older), or use "
-        "simulator=linear, recurrent or replay"
+        f"dgl: {why}; 'attention' needs it, and so does the training of 'hetero': pip install 'dgl>=1.1.3,<2' (Python "
+        "3.11 or older), or use simulator=linear, recurrent or replay"
     )
 
 
@@ -122,6 +122,8 @@ class SimulatorNetwork(nn.Module, ABC):
         KIND: name, as in ``SIMULATORS``.
         SIZES: record of the sizes of its layers.
         INPUTS: names of its inputs.
+        VOCABULARY: names and sizes on which the encoding depends, besides `MODES` and `COMPRESSORS`, and a number that
+            grows when the meaning of a feature changes.
         CORRECTS: whether scores add to the logarithm of the replay's step. Otherwise they add to the logarithm of the
             lower bound on the step, which is the same for all plans of a workload on a cluster.
         REGRESSION: weight of the error of the logarithm relative to the ranking loss. AutoSync's simulators are trained
@@ -132,6 +134,7 @@ class SimulatorNetwork(nn.Module, ABC):
     KIND: ClassVar[str]
     SIZES: ClassVar[type[Record]]
     INPUTS: ClassVar[tuple[str, ...]]
+    VOCABULARY: ClassVar[tuple[Any, ...]] = (1,)
     CORRECTS: ClassVar[bool] = False
     REGRESSION: ClassVar[float] = 0.0
 
@@ -141,6 +144,11 @@ class SimulatorNetwork(nn.Module, ABC):
     @abstractmethod
     def encode(arrays: PlanArrays) -> Any:
         """The encoding of a plan."""
+
+    @classmethod
+    def encoding(cls) -> str:
+        """Digest of the encoding of plans. Networks fit only the encoding with which they were fitted."""
+        return digest([cls.KIND, MODES, COMPRESSORS, cls.VOCABULARY])
 
     @staticmethod
     @abstractmethod

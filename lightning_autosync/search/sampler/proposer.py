@@ -144,8 +144,9 @@ class Proposer:
             estimator = ReplayEstimator(constants)
         constants = constants or getattr(estimator, "constants", None) or Constants()
         self.space = space
-        learns = estimator is not None and not isinstance(estimator, ReplayEstimator)
-        self._cross_fit = CrossFit(estimator, transferred.samples) if learns and estimator is not None else None
+        # A fitted simulator stays as it is: the error model corrects it after every trial, in milliseconds.
+        is_fixed = isinstance(estimator, ReplayEstimator) or getattr(estimator, "is_fitted", False)
+        self._cross_fit = None if estimator is None or is_fixed else CrossFit(estimator, transferred.samples)
         self._transferred = transferred
         self._sizes = sizes
         self._rng = rng
@@ -158,7 +159,7 @@ class Proposer:
 
     @property
     def is_slow(self) -> bool:
-        """Whether a proposal may take long, because a simulator learns or there are transferred samples to estimate."""
+        """Whether a proposal may take long: a simulator is trained, or transferred samples are estimated."""
         return self._cross_fit is not None or bool(self._transferred.samples)
 
     def is_prepared(self, number: int) -> bool:

@@ -46,7 +46,8 @@ class AutoSyncSampler(BaseSampler):
 
     Args:
         space: space of the trials' points; see `lightning_autosync.search.studies.suggest`.
-        estimator: simulator. The sampler trains it and copies of it (by ``copy.deepcopy``) on new trials. None uses the
+        estimator: simulator. One that was fitted before the search stays as it is, and the error model corrects it. Any
+            other that learns is trained on new trials, and so are copies of it (by ``copy.deepcopy``). None uses the
             replay, or no simulator if the rates of the links are unknown.
         source_studies: studies of other models or clusters, which are not changed. They train the simulator, the error
             model learns from them, and their best points are tried here.
@@ -56,7 +57,7 @@ class AutoSyncSampler(BaseSampler):
         batch: number of proposals between two generations. Each generation prices ``12 * batch`` new points.
         startup: number of first trials that are chosen only by the simulator's price and by dissimilarity; without
             effect if there are sources.
-        refit: number of trials after which a learned simulator is trained again.
+        refit: number of trials after which a simulator that was not fitted before is trained again.
         refine: number of measured trials after which refined plans are proposed too. They change the best plans message
             by message, so that no point of the space represents them. Such a trial has the parameters of the refined
             point and stores the plan; `lightning_autosync.search.trial_attributes.plan_of` returns it. None proposes
