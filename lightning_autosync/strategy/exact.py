@@ -17,13 +17,14 @@ from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, gather_json, group_device
 from lightning_autosync.engine.compressor_state import ParameterStates
+from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck, difference, warn_of_shortened
-from lightning_autosync.errors import PlanError
+from lightning_autosync.errors import OpeningError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
-from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
+from lightning_autosync.strategy.resolution import Resolution, fall_back, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
@@ -32,6 +33,8 @@ from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links
 from lightning_autosync.strategy.tuning.report import TrialReport, TuningReport
 from lightning_autosync.workload import shared_buffers, shared_parameters, shortened_rows, variable_names
 
+_TRIAL_CONNECT_TIMEOUT = 10.0
+"""Seconds in which ranks must connect for a plan that is tried: training waits for that."""
 _CALM = 100
 """Passes without a change after which ranks no longer compare their parameters before each pass."""
 
@@ -410,13 +413,17 @@ class ExactReplica(Replica):
         self._planned = self._current()
         self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         self._choose_compared()
+        try:
+            engine = self._open(self.schedule)
+        except OpeningError as error:  # on every rank
+            self._resolution = fall_back(self._resolution, error)
+            engine = self._open(self.schedule)
         found = self._resolution
         rank_zero_info(
             f"AutoSync: plan {found.plan.fingerprint} ({found.plan.semantics}, "
             f"{counted(found.plan.world_size, 'rank')}, {counted(len(found.plan.groups), 'message')}, "
             f"{found.workload.bytes / 1e6:.3g} MB): {found.reason}"
         )
-        engine = self._open(self.schedule)
         if found.alternatives and self._group is None:
             assert self._settings.tuning is not None
             assert self._preparation is not None
@@ -433,7 +440,7 @@ class ExactReplica(Replica):
             )
         return engine
 
-    def _open(self, schedule: Schedule) -> Engine:
+    def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:
         engine = Engine(
             list(self._planned.items()),
             schedule,
@@ -443,13 +450,14 @@ class ExactReplica(Replica):
             gradient_as_bucket_view=self._settings.gradient_as_bucket_view,
             static_graph=self._settings.static_graph,
             watched=self._watched,
+            connect_timeout=connect_timeout,
         )
         engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._end_pass
         return engine
 
     def _open_alternative(self, index: int) -> Engine:
         """An engine for one of the plans that may be tried; collective."""
-        return self._open(self._schedules[index])
+        return self._open(self._schedules[index], _TRIAL_CONNECT_TIMEOUT)
 
     def _use(self, index: int, engine: Engine) -> None:
         """Let the engine of one of the plans synchronize the following passes."""
