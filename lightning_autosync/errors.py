@@ -39,6 +39,10 @@ class ExchangeError(AutoSyncError, RuntimeError):
     """An exchange between ranks failed: a peer is lost, a timeout expired, or peers disagree."""
 
 
+class OpeningError(ExchangeError):
+    """A rank could not open connections or buffers; raised on every rank, so all can go on without them."""
+
+
 class PeerLost(ExchangeError):  # noqa: N818 - an event, named as one
     """A required process is gone: it died, was silent for too long, or has left.
 

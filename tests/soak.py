@@ -3,7 +3,9 @@
     python -m tests.soak faults=1000 [seed=0] [log=soak.jsonl] [beside=3] [kinds=kill,stop] [modes=native]
 
 Each fault has a job of its own: two to four processes on this machine that train a small network on handwritten digits
-under a Trainer, exactly or relaxed, and save checkpoints; or several processes that tell trials to one study.
+under a Trainer, exactly or relaxed, and save checkpoints; or that train and tune themselves; or several processes that
+tell trials to one study. In jobs that tune themselves, faults come around switches of plans: while links are measured,
+as a plan is opened, while it is tried, when tuning ends, and when links are measured again.
 Everything is drawn from the seed. The log has a line for each fault as it ends, and the same command goes on with
 it. At the end there is a table: for each kind of fault
 
@@ -58,19 +60,26 @@ from soak_calls import (  # noqa: E402
     STUDY,
     TIMEOUT,
     TRIALS,
+    TUNING,
     WRONG_MODEL,
     WRONG_PLAN,
     WRONG_RANK,
     told_trials,
 )
+from tuning_soak_calls import MOMENT_OF, MOMENTS, NO_CONNECTION, OTHER_PLAN  # noqa: E402
 
 from lightning_autosync.run_files import RunFile, alone  # noqa: E402
 
 FORMAT = "autosync-soak/1"
-KINDS = (KILL, STOP, PAUSE, DELAY, CUT, DISK, EXCEPTION, WRONG_RANK, WRONG_PLAN, WRONG_MODEL)
+OF_TRAINING = (KILL, STOP, PAUSE, DELAY, CUT, DISK, EXCEPTION, WRONG_RANK, WRONG_PLAN, WRONG_MODEL)
 OF_STUDIES = (KILL, PAUSE, DISK)
+OF_TUNING = (KILL, STOP, PAUSE, DELAY, CUT, EXCEPTION, OTHER_PLAN, NO_CONNECTION)
+KINDS = (*OF_TRAINING, OTHER_PLAN, NO_CONNECTION)
+MODES = (*PLANS, STUDY, TUNING)
 BOUND = 2 * TIMEOUT + 48
 """Seconds within which a job has to end: two time-outs, and what a busy machine needs."""
+SAME = {*EXACT, TUNING}
+"""Modes in which every job ends with the undisturbed one's weights, up to the order of sums."""
 START = 300
 """Seconds that its processes may take to start, before that."""
 CLOSE = 1e-5
@@ -85,13 +94,14 @@ class Fault:
     Attributes:
         number: of the fault.
         kind: one of `KINDS`.
-        mode: one of `PLANS`, or `STUDY`.
+        mode: one of `PLANS`, `STUDY`, or `TUNING`: a job that tunes itself.
         size: processes of the job.
         rank: that it happens to.
-        step: in which; 0 is before the job begins.
+        step: in which; 0 is before the job begins. Where plans are tried, `moment` counts instead.
         after: seconds after the step's begin.
         seconds: that a pause lasts.
         seed: of what else is drawn.
+        moment, count: moment of the tuning at which it happens, and the number of that moment; "" and 0 elsewhere.
     """
 
     number: int
@@ -103,19 +113,26 @@ class Fault:
     after: float
     seconds: float
     seed: int
+    moment: str = ""
+    count: int = 0
 
     @classmethod
     def draw(cls, seed: int, number: int, kinds: Iterable[str], modes: Iterable[str]) -> Fault:
         drawn = random.Random(f"{seed}/{number}")
         mode = drawn.choice([*modes])
-        allowed = [kind for kind in kinds if mode != STUDY or kind in OF_STUDIES] or [*OF_STUDIES]
-        kind, size = drawn.choice(allowed), drawn.randint(2, 4)
+        possible = {STUDY: OF_STUDIES, TUNING: OF_TUNING}.get(mode, OF_TRAINING)
+        allowed = [kind for kind in kinds if kind in possible] or [*possible]
+        kind, size = drawn.choice(allowed), drawn.randint(2, 3 if mode == TUNING else 4)
         rank = 0 if kind == DISK and mode != STUDY else drawn.randrange(size)  # the rank that writes checkpoints
         step = drawn.randint(0, STEPS - 2) if kind != DISK else drawn.randint(0, 4)
         if kind == DELAY:
             step = max(step, 1)
         after, seconds = drawn.uniform(0, 0.02), drawn.uniform(0.2, 1.5)
-        return cls(number, kind, mode, size, rank, step, after, seconds, drawn.randrange(2**31))
+        moment, count, own = "", 0, drawn.randrange(2**31)
+        if mode == TUNING:
+            moment = MOMENT_OF.get(kind) or drawn.choice([*MOMENTS])
+            count = drawn.randint(1, MOMENTS[moment])
+        return cls(number, kind, mode, size, rank, step, after, seconds, own, moment, count)
 
 
 @dataclass(frozen=True)
@@ -163,7 +180,7 @@ class Soak:
 
     def run(self, fault: Fault) -> Seen:
         """One fault on a job of its own."""
-        if fault.mode in EXACT:
+        if fault.mode in SAME:
             self._reference(fault.mode, fault.size)
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="autosync-soak-") as folder:
@@ -171,7 +188,7 @@ class Soak:
                 path = f"{folder}/study.journal"
                 job = crews.Crew("soak_calls:keep_study", fault.size, path=path, fault=asdict(fault))
             else:
-                job = _training(fault.mode, fault.size, folder, asdict(fault))
+                job = _training(fault.mode, fault.size, folder, asdict(fault), fault.seed)
             with job:
                 found, hangs = self._follow(job, fault)
                 struck = job.count("cut" if fault.kind == CUT else "struck") > 0
@@ -211,6 +228,8 @@ class Soak:
                     found = [job.result(rank, 2 * BOUND) for rank in range(size)]
                 if any(one is None or one["error"] for one in found):
                     raise SystemExit(f"soak: the undisturbed job of {size} ranks, {mode}, failed: {found}")
+                if mode == TUNING and not all(one["trials"] for one in found):
+                    raise SystemExit(f"soak: the undisturbed job of {size} ranks tried no plan")
                 self._undisturbed[mode, size] = _weights(found[0])
             return self._undisturbed[mode, size]
 
@@ -219,18 +238,16 @@ class Soak:
         well = {rank: _weights(one) for rank, one in found.items() if one and not one["error"]}
         if not well:
             return []
-        if fault.mode in EXACT and fault.kind not in (WRONG_PLAN, WRONG_RANK):
+        if fault.mode in SAME and fault.kind not in (WRONG_PLAN, WRONG_RANK):
             right = self._reference(fault.mode, fault.size)
             return [rank for rank, one in well.items() if one.shape != right.shape or abs(one - right).max() > CLOSE]
         first = well[min(well)]
         return [rank for rank, one in well.items() if not np.array_equal(one, first)]
 
 
-def _training(mode: str, size: int, folder: str, fault: dict[str, Any] | None) -> crews.Crew:
-    port, meeting_port = free_port(), free_port()
-    return crews.Crew(
-        "soak_calls:train", size, port=port, meeting_port=meeting_port, folder=folder, mode=mode, fault=fault
-    )
+def _training(mode: str, size: int, folder: str, fault: dict[str, Any] | None, seed: int = 0) -> crews.Crew:
+    ports = {"port": free_port(), "meeting_port": free_port()}
+    return crews.Crew("soak_calls:train", size, **ports, folder=folder, mode=mode, fault=fault, seed=seed)
 
 
 def _weights(answer: Mapping[str, Any]) -> np.ndarray:
@@ -273,7 +290,8 @@ def table(seen: Iterable[Seen]) -> Table:
         of_kind = [one for one in runs if kind in (one.fault["kind"], "all")]
         counts = Counter[str]()
         for one in of_kind:
-            counts["struck"] += one.struck or one.fault["kind"] not in (KILL, STOP, PAUSE, CUT)
+            told = one.fault["mode"] == TUNING or one.fault["kind"] in (KILL, STOP, PAUSE, CUT)
+            counts["struck"] += one.struck or not told
             counts["ok"] += one.ok
             for name in ("hangs", "differs", "lost", "unnamed", "another"):
                 counts[name] += bool(getattr(one, name))
@@ -293,9 +311,9 @@ def main(arguments: Iterable[str]) -> int:
             raise SystemExit(f"soak: '{argument}': expected KEY=VALUE of {', '.join(given)}\n\n{__doc__}")
         given[key] = value
     kinds = given["kinds"].split(",") if given["kinds"] else [*KINDS]
-    modes = given["modes"].split(",") if given["modes"] else [*PLANS, STUDY]
-    if unknown := [*({*kinds} - {*KINDS}), *({*modes} - {*PLANS, STUDY})]:
-        raise SystemExit(f"soak: {', '.join(unknown)}: allowed: {', '.join([*KINDS, *PLANS, STUDY])}")
+    modes = given["modes"].split(",") if given["modes"] else [*MODES]
+    if unknown := [*({*kinds} - {*KINDS}), *({*modes} - {*MODES})]:
+        raise SystemExit(f"soak: {', '.join(unknown)}: allowed: {', '.join([*KINDS, *MODES])}")
     os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for the server of forks, which imports what jobs do
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     forked.PRELOADED.append("soak_calls")

@@ -14,8 +14,9 @@ from functools import lru_cache
 import numpy
 from scipy.sparse import csc_array
 
+from lightning_autosync.cluster.columns import Packing, Vector, cheapest_weights, generate_columns
 from lightning_autosync.cluster.link_graph import LinkGraph
-from lightning_autosync.cluster.packing import Packing, Vector, cheapest_weights, filling_rate, generate_columns
+from lightning_autosync.cluster.packing import filling_rate
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.cluster.trees import Parents, chains, height, hierarchical_trees, least_arborescence, root_at
 

@@ -133,7 +133,7 @@ def _spread_packing(classes: RankClasses) -> TreePacking:
         loads = sum(
             weight * classes.loads(numpy.array(list(tree))) for weight, tree in zip(weights, trees, strict=True)
         )
-        rate = _rate(numpy.asarray(loads), classes.link_graph.capacities)
+        rate = filling_rate(numpy.asarray(loads), classes.link_graph.capacities)
         reached[rate] = trees, weights
         if rate >= _RATE_KEPT_IN_ALL * packing.rate:
             break

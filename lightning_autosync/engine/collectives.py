@@ -1,4 +1,4 @@
-"""Small collectives over a process group: gather JSON values, broadcast tensors and buffers of rank 0."""
+"""Small collectives over a process group: JSON values of all ranks or of rank 0, tensors and buffers of rank 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_autosync.errors import PlanError
+from lightning_autosync.errors import OpeningError, PlanError
 from lightning_autosync.workload import shared_buffers
 
 _Form = tuple[str, list[int], str]
@@ -39,6 +39,29 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     gathered = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
     return [json.loads(bytes(other[: int(length)].tolist())) for other, length in zip(gathered, sizes, strict=True)]
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The ``value`` of the group's first rank, on all ranks; plain JSON data of any size. Collective."""
+    payload = json.dumps(value).encode() if dist.get_rank(group) == 0 else b""
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=group_device(group))
+    broadcast_tensors([size], group)
+    text = torch.zeros(int(size), dtype=torch.uint8, device=size.device)
+    if payload:
+        text.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    broadcast_tensors([text], group)
+    return json.loads(text.cpu().numpy().tobytes())
+
+
+def require_success(fault: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank if some rank has a fault; collective, and over on no rank before all ranks have begun it.
+
+    Raises:
+        OpeningError: the fault of the first rank that has one.
+    """
+    for rank, other in enumerate(gather_json(fault, group)):
+        if other:
+            raise OpeningError(f"rank {rank}: {other}")
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from lightning_autosync.engine.authentication import Acceptor, Caller, connect_with_retries
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.secret import common_secret
-from lightning_autosync.errors import ExchangeError
+from lightning_autosync.engine.waiting import watched_wait
+from lightning_autosync.errors import ExchangeError, OpeningError
 
 CONNECT_TIMEOUT = 120.0
 """Longest time in seconds for all ranks to connect."""
@@ -78,8 +79,9 @@ def connect_pairs(
         This rank's connections, blocking, by peer.
 
     Raises:
-        ExchangeError: some rank cannot listen, or ranks were given different secrets (both raised on every rank), or a
-            peer cannot be reached in time.
+        OpeningError: some rank cannot listen (raised on every rank).
+        ExchangeError: ranks were given different secrets (raised on every rank), or a peer is lost or cannot be
+            reached in time.
     """
     rank = dist.get_rank(group)
     edges = sorted(edges)
@@ -95,7 +97,7 @@ def connect_pairs(
         offers = gather_json([own, fault], group)
         for other, (_, problem) in enumerate(offers):
             if problem:
-                raise ExchangeError(f"rank {other} cannot listen for its peers: {problem}")
+                raise OpeningError(f"rank {other} cannot listen for its peers: {problem}")
         assert listener is not None
         connector = _Connector(
             listener,
@@ -133,12 +135,13 @@ class _Connector:
         """Connect to ``targets``, addresses by rank, and wait for the callers; returns all connections by rank.
 
         Raises:
-            ExchangeError: a connection is missing at the deadline.
+            ExchangeError: a connection is missing at the deadline, or a rank is lost.
         """
         with ThreadPoolExecutor(max(1, len(targets))) as threads:
             calls = {peer: threads.submit(self._call, target, peer) for peer, target in targets.items()}
             try:
-                self._await_callers(calls)
+                with watched_wait() as check:
+                    self._await_all(calls, check)
                 for peer, call in calls.items():
                     self._sockets[peer] = call.result()
             except BaseException:
@@ -156,17 +159,19 @@ class _Connector:
         for connection in self._sockets.values():
             connection.close()
 
-    def _await_callers(self, calls: dict[int, Future[socket.socket]]) -> None:
-        while missing := self._callers - self._sockets.keys():
+    def _await_all(self, calls: dict[int, Future[socket.socket]], check: Callable[[], None]) -> None:
+        """Wait until all callers have come, and this rank's own calls, which end at the deadline, have ended."""
+        while (missing := self._callers - self._sockets.keys()) or not all(call.done() for call in calls.values()):
+            check()
             now = time.monotonic()
             for call in calls.values():
                 if call.done():
                     call.result()
-            if now > self._deadline:
+            if missing and now > self._deadline:
                 raise ExchangeError(
                     f"rank {', '.join(map(str, sorted(missing)))} did not connect to this rank before the timeout"
                 )
-            for key, _ in self._selector.select(min(_POLL_INTERVAL, self._deadline - now)):
+            for key, _ in self._selector.select(max(0.0, min(_POLL_INTERVAL, self._deadline - now))):
                 key.data()
             self._acceptor.tick(now)
 

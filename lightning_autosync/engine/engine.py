@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.compressor_state import ParameterStates, check_scale
+from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.end_of_backward import call_after_backward
 from lightning_autosync.engine.gradients import MessageGradients
 from lightning_autosync.engine.resources import Resources
@@ -48,6 +49,7 @@ class Engine:
         static_graph: as in ``DistributedDataParallel``: whether every backward pass accumulates each gradient as often
             as the first one did. A module may then run several times under reentrant checkpointing.
         watched: whether the caller has a `FailureDetector` open for all ranks; otherwise the engine opens one.
+        connect_timeout: seconds in which all ranks must connect; never more than ``timeout``.
 
     Attributes:
         schedule: the messages that are exchanged.
@@ -62,7 +64,8 @@ class Engine:
 
     Raises:
         PlanError: the schedule does not fit the parameters or the number of ranks, or differs between ranks.
-        ExchangeError: ranks cannot connect to each other.
+        OpeningError: (on every rank) ranks cannot connect to each other, or a rank has no memory for the buffers.
+        ExchangeError: a rank is lost.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Engine:
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         watched: bool = False,
+        connect_timeout: float = CONNECT_TIMEOUT,
     ) -> None:
         if waits not in ("backward", "parameters"):
             raise ValueError(f"waits: {waits!r} is not known; allowed: 'backward' or 'parameters'")
@@ -99,7 +103,7 @@ class Engine:
         self._loss_scale: float | None = None
         self._end_of_backward = self.finish if waits == "backward" else self.launch
         self._resources = Resources(
-            dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view, watched
+            dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view, watched, connect_timeout
         )
         self._gradients = self._resources.gradients
         self._compressor_state = self._resources.compressor_state

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
-from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.collectives import gather_json, require_success
 from lightning_autosync.engine.compressor_state import CompressorState
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT, connect_pairs
 from lightning_autosync.engine.exchanges.base import Exchange
@@ -31,7 +31,7 @@ from lightning_autosync.engine.exchanges.trees import TreeExchange
 from lightning_autosync.engine.failure_detector import open_failure_detector
 from lightning_autosync.engine.gradients import DenseGradients, MessageGradients, RowGradients, real_view
 from lightning_autosync.engine.transport import Transport
-from lightning_autosync.errors import PlanError
+from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost, PlanError
 from lightning_autosync.plan.pacing import pacing_rates
 from lightning_autosync.plan.schedule import (
     AllReduce,
@@ -64,12 +64,13 @@ class Resources:
         timeout: float,
         gradient_as_bucket_view: bool = False,
         watched: bool = False,
+        connect_timeout: float = CONNECT_TIMEOUT,
     ) -> None:
         self._parameters = parameters
         self._as_views = gradient_as_bucket_view
         self._group = group
         self._timeout = timeout
-        self._connect_timeout = min(timeout, CONNECT_TIMEOUT)
+        self._connect_timeout = min(timeout, connect_timeout)
         self._rank = dist.get_rank(group)
         self._world_size = schedule.world_size
         self._check_equal(schedule)
@@ -87,13 +88,9 @@ class Resources:
                 if detector is not None:
                     self._closing.callback(detector.close)
             self._open_shared_memory(schedule)
-            self._open_transport(schedule, cluster, address)
-            self.gradients = [self._gradients_of(message) for message in schedule.messages]
-            self.compressor_state = CompressorState(
-                [(one.message, one.parameters) for one in self.gradients], self._kept
-            )
+            fault = self._open_exchanges(schedule, cluster, address)
             # No rank may send before every rank can receive.
-            dist.barrier(group)
+            require_success(fault, group)
         except BaseException:
             self.close()
             raise
@@ -120,6 +117,23 @@ class Resources:
                     f"schedule: rank {rank} has a different schedule from rank 0; model, plan, cluster and package "
                     "versions must be the same on all ranks"
                 )
+
+    def _open_exchanges(self, schedule: Schedule, cluster: ClusterSpec | None, address: str | None) -> str:
+        """Open connections and allocate buffers; returns why this rank could not, empty if it could.
+
+        Raises:
+            ExchangeError: (on every rank) a rank is lost, or cannot listen.
+            PlanError: (on every rank) the schedule needs what the job does not have.
+        """
+        try:
+            self._open_transport(schedule, cluster, address)
+            self.gradients = [self._gradients_of(message) for message in schedule.messages]
+        except (OpeningError, PeerLost, PlanError):
+            raise
+        except (ExchangeError, OSError, MemoryError, RuntimeError) as cause:  # torch: no memory is a RuntimeError
+            return str(cause) or type(cause).__name__
+        self.compressor_state = CompressorState([(one.message, one.parameters) for one in self.gradients], self._kept)
+        return ""
 
     def _open_transport(self, schedule: Schedule, cluster: ClusterSpec | None, address: str | None) -> None:
         """Connect the neighbours on the trees of all messages, if there are trees."""

@@ -132,6 +132,18 @@ def wait_for_ranks(ready: Callable[[float], bool], what: str, timeout: float, ra
                 )
 
 
+@contextmanager
+def watched_wait() -> Iterator[Callable[[], None]]:
+    """The context of a wait for other ranks that is not a collective call.
+
+    Yields:
+        The check to call again and again: it raises `ExchangeError`, which names the rank, if a rank is lost.
+    """
+    monitor = _monitors[-1] if _monitors else None
+    with monitor.waiting() if monitor is not None else nullcontext():
+        yield monitor.check if monitor is not None else lambda: None
+
+
 def explained(cause: BaseException | str, late: bool = False) -> ExchangeError:
     """The error to raise after a failed exchange; see `Monitor.explain`."""
     if isinstance(cause, PeerLost):

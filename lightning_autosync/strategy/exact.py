@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
 from lightning_autosync.engine.compressor_state import ParameterStates
+from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.strategy.base import Replica
@@ -292,11 +293,9 @@ class ExactReplica(Replica):
         self._planned = self._current()
         self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         self._weights.choose(self._planned)
-        engine = self._open(self.schedule)
-        self._tuning.start(engine, self._open, self._use)
-        return engine
+        return self._tuning.start(self._open, self._use)
 
-    def _open(self, schedule: Schedule) -> Engine:
+    def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:
         engine = Engine(
             list(self._planned.items()),
             schedule,
@@ -306,6 +305,7 @@ class ExactReplica(Replica):
             gradient_as_bucket_view=self._settings.gradient_as_bucket_view,
             static_graph=self._settings.static_graph,
             watched=self._watched,
+            connect_timeout=connect_timeout,
         )
         engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._end_pass
         return engine

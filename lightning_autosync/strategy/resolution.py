@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import nn
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.exchanges.shared_memory import sharing_fault
 from lightning_autosync.engine.replicas import require_equal_structures
-from lightning_autosync.errors import ClusterError, PlanError
+from lightning_autosync.errors import ClusterError, OpeningError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.choice import choose_plan
@@ -114,6 +114,25 @@ def resolve(
     if plan.has_schedule:
         schedule = compile_plan(plan, workload, cluster, settings.source, two_level_collectives)
     return Resolution(workload, cluster, plan, schedule, reason, alternatives)
+
+
+def fall_back(resolution: Resolution, error: OpeningError) -> Resolution:
+    """The same with DDP's plan, where ranks cannot open the chosen one.
+
+    Raises:
+        OpeningError: ``error``, if there is no such plan to fall back to.
+    """
+    native = next((each for each in resolution.alternatives if each.native), None)
+    if native is None or native is resolution.alternatives[0]:
+        raise error
+    rest = [each for each in resolution.alternatives[1:] if each is not native]
+    return replace(
+        resolution,
+        plan=native.plan,
+        schedule=compile_plan(native.plan, resolution.workload, resolution.cluster),
+        reason=f"fused native all-reduce, because ranks cannot open {resolution.alternatives[0].name}: {error}",
+        alternatives=[native, *rest],
+    )
 
 
 def checked_workload(

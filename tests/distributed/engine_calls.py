@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from training import Net, batches, engine, subgroup
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.compressor_state import ParameterStates
+from lightning_autosync.engine.resources import Resources
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import Compressor, SyncPlan, builders, compile_plan
 from lightning_autosync.workload import describe, variable_names
@@ -292,6 +295,24 @@ def fewer_steps(topology: str, victim: int) -> str:
         error = str(caught)
     running.close()
     return error
+
+
+def without_memory() -> tuple[str, float]:
+    """The error of an engine for whose buffers rank 1 has no memory, and a gradient of the next engine."""
+    module, error = nn.Linear(1, 1, bias=False), ""
+    plan, cluster = _plan(module, "all_reduce", "ring", dist.get_world_size())
+    schedule = compile_plan(plan, describe(module), cluster)
+    fail = mock.patch.object(Resources, "_gradients_of", side_effect=RuntimeError("no memory"))
+    with fail if dist.get_rank() == 1 else nullcontext():
+        try:
+            Engine(variable_names(module), schedule, timeout=20.0)
+        except AutoSyncError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    running = Engine(variable_names(module), schedule, timeout=20.0)
+    module(torch.ones(1, 1)).backward()
+    running.close()
+    assert module.weight.grad is not None
+    return error, float(module.weight.grad)
 
 
 def alone() -> list[float]:

@@ -118,6 +118,12 @@ def test_a_rank_that_cannot_listen_stops_all(pool) -> None:
         assert error.startswith("rank 1 cannot listen for its peers: 192.0.2.1: ")
 
 
+def test_a_rank_without_memory_stops_all_who_can_then_open_another_engine(pool) -> None:
+    for error, gradient in pool.run(engine_calls.without_memory):
+        assert error == "OpeningError: rank 1: no memory"
+        assert gradient == 1.0
+
+
 def test_no_backward_pass_follows_one_that_broke_off(pool) -> None:
     for error in pool.run(engine_calls.after_an_error):
         assert "failed on this rank (MemoryError: out of memory)" in error

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from sklearn.datasets import load_digits
 from strangers import SECRET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from tuning_soak_calls import TUNED_EPOCHS, TUNES, tuning
 
 from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
@@ -48,7 +49,7 @@ DISK, EXCEPTION, WRONG_RANK, WRONG_PLAN, WRONG_MODEL = (
 EXACT = {"own choice": None, "native": "all_reduce", "servers": "ps", "trees": "packed_trees"}
 RELAXED = {"partial reduce": "partial_reduce", "local SGD": "periodic"}
 PLANS: dict[str, str | None] = {**EXACT, **RELAXED}
-STUDY = "study"
+STUDY, TUNING = "study", "tuning"
 _FILE_LIMIT = 2048
 """Bytes after which a full disk takes no more."""
 _digits = load_digits()
@@ -75,11 +76,17 @@ class Injection:
 
     def at(self, step: int) -> None:
         """Let it happen, if it is to happen in this step."""
-        if self.fault is None or self.fault["step"] != step:
-            return
+        if self.fault is not None and self.fault["step"] == step and not self.fault.get("moment"):
+            self.happen()
+
+    def happen(self) -> None:
+        """Let the fault happen now, or after its seconds, if it is not one of another place."""
+        assert self.fault is not None
         if self.is_of(EXCEPTION):
+            self.note()
             raise ValueError("no luck")
         if self.is_of(DELAY):
+            self.note()
             time.sleep(self.fault["after"] * 10)
         elif self.is_of(DISK):
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -87,8 +94,12 @@ class Injection:
         elif self.is_of(KILL, STOP, PAUSE, CUT):
             threading.Timer(self.fault["after"], self._strike).start()
 
-    def _strike(self) -> None:
+    def note(self) -> None:
+        """Tell the soak that the fault has happened."""
         self._store.add("struck", 1)
+
+    def _strike(self) -> None:
+        self.note()
         if self.is_of(CUT):
             self._cut()
         else:
@@ -141,15 +152,17 @@ def train(
     folder: str,
     mode: str,
     fault: dict[str, Any] | None,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """Train `STEPS` steps in a mode of `PLANS`; how it ended, and the weights (base64 of float32)."""
+    """Train in a mode of `PLANS`, or `TUNING`; how it ended, and the weights (base64 of float32)."""
     store.add("begun", 1)
     injection = Injection(fault, rank, store)
     if injection.is_of(WRONG_RANK):
         rank = (rank + 1) % size
     place: dict[str, Any] = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": 0 if mode == TUNING else rank,  # as if on a host of its own
+        "GROUP_RANK": rank if mode == TUNING else 0,
         "WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
@@ -160,15 +173,18 @@ def train(
     os.dup2(handle, 1)  # Lightning and torch tell at length of what comes here on purpose
     os.dup2(handle, 2)
     torch.manual_seed(0)
+    tunes = mode == TUNING
     error, module = "", Digits(injection, 24 if injection.is_of(WRONG_MODEL) else 32)
     try:
         injection.at(0)
-        _trainer(mode, size, folder, injection.is_of(WRONG_PLAN)).fit(module)
+        with tuning(rank, injection, seed) if tunes else nullcontext():
+            trainer = _tuning_trainer(size) if tunes else _trainer(mode, size, folder, injection.is_of(WRONG_PLAN))
+            trainer.fit(module)
     except Exception as cause:
         error = f"{type(cause).__name__}: {cause}"
     values = torch.cat([value.detach().flatten() for value in module.parameters()]).numpy()
     weights = base64.b64encode(values.astype(np.float32).tobytes()).decode()
-    return {"error": error, "weights": weights, "steps": module.made}
+    return {"error": error, "weights": weights, "steps": module.made, "trials": _trials(module) if tunes else 0}
 
 
 def _trainer(mode: str, size: int, folder: str, wrong: bool) -> Trainer:
@@ -190,6 +206,30 @@ def _trainer(mode: str, size: int, folder: str, wrong: bool) -> Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+def _tuning_trainer(size: int) -> Trainer:
+    strategy = AutoSyncStrategy(tuning=TUNES, timeout=timedelta(seconds=2 * TIMEOUT))  # rank 0 searches for plans
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=size,
+        plugins=[TorchElasticEnvironment()],
+        strategy=strategy,
+        max_epochs=TUNED_EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _trials(module: LightningModule) -> int:
+    """Number of plans that a job has tried; 0 if it ended before training."""
+    with suppress(RuntimeError):  # the module had no Trainer yet
+        report = module.trainer.strategy.report()
+        return 0 if report is None else len(report.trials)
+    return 0
 
 
 def keep_study(

@@ -348,6 +348,43 @@ class ThawsLate(Thaws):
     early = False
 
 
+class Mixture(Plain):
+    """Tied and frozen parameters, some that one rank uses, some that nobody does, and some that train for a time.
+
+    On one rank, gradients are not finite now and then if a scaler is there to skip such steps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twin = nn.Linear(FEATURES, FEATURES)
+        self.again = nn.Linear(FEATURES, FEATURES)
+        self.again.weight = self.twin.weight
+        self.frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.late = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.sometimes = nn.Linear(8, CLASSES)
+        self.never = nn.Linear(8, CLASSES)
+        self.scale = 0.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = torch.tanh(self.late(self.frozen(self.again(torch.tanh(self.twin(inputs))))))
+        hidden = torch.tanh(self.body(inputs))
+        return self.head(hidden) + (self.sometimes(hidden) if self.global_rank == 0 else 0)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is None:
+            return loss
+        self.scale = scaler.get_scale()
+        return loss * torch.inf if index % 20 == 7 and self.global_rank == 1 else loss
+
+    def on_train_epoch_start(self) -> None:
+        self.late.requires_grad_(self.current_epoch in (2, 3))
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(samples=240)
+
+
 class Compiled(Plain):
     def __init__(self) -> None:
         super().__init__()

@@ -27,12 +27,50 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+MIXED: dict[str, dict[str, Any]] = {
+    "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_epochs": 10},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "gradient scaler and overflows": {"half": True},
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_equals_ddp_with_many_switches(duo, case: str) -> None:
     for found in duo.run(tuning_jobs.compare, **CASES[case]):
         assert found["distance"] < 1e-5
         assert found["moved"] > 1e-3
         assert found["switches"] >= 10
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_is_bit_equal_to_a_fixed_plan_after_many_steps_and_switches(duo, case: str) -> None:
+    """With two ranks, each sum has two terms, whose order does not matter."""
+    for found in duo.run(tuning_jobs.compare_with_fixed, **MIXED[case]):
+        assert found["distance"] == 0.0
+        assert found["finite"]
+        assert found["switches"] >= 30
+        assert found["plans"] >= 3
+        still = {name.split(".")[0] for name, moved in found["moved"].items() if moved == 0}
+        assert still == {"frozen", "never"}
+        if MIXED[case].get("half"):
+            assert 0 < found["scale"] < 1.0  # it began with 2**10, and halved in each step that overflowed
+
+
+def test_a_plan_that_a_rank_cannot_open_is_given_up_on_all_ranks(duo) -> None:
+    for found in duo.run(tuning_jobs.unopenable, at_first=False):
+        assert found["distance"] < 1e-5
+        assert found["report"]["tuning"].startswith("ended")
+        told = [line for line in found["logged"] if "is not tried, because ranks cannot open it: rank " in line]
+        assert told
+        assert all("rank 1" in line and "Training continues with all_reduce" in line for line in told)
+
+
+def test_a_job_that_cannot_open_its_first_plan_begins_with_that_of_ddp(duo) -> None:
+    for found in duo.run(tuning_jobs.unopenable, at_first=True):
+        assert found["distance"] < 1e-5
+        assert "fused native all-reduce, because ranks cannot open " in found["report"]["reason"]
+        assert "rank 1" in found["report"]["reason"]
 
 
 def test_all_ranks_end_with_the_same_plan_and_say_so(duo) -> None:
@@ -67,7 +105,8 @@ def test_a_second_job_starts_with_the_plan_that_the_first_one_found(duo, tmp_pat
 
 def test_ranks_that_decide_differently_are_an_error_before_the_next_step(duo) -> None:
     for error in duo.run(tuning_jobs.divided):
-        assert "ranks chose different plans for the same step" in error
+        assert "ranks chose different plans for the same step (rank 0: " in error
+        assert "; rank 1: " in error
 
 
 def test_tuning_on_some_ranks_only_is_an_error_before_training(duo) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from itertools import count
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -19,15 +21,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, ClusterSpec, TuningSettings
+from lightning_autosync.engine.connections import _Connector
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.exact import ExactReplica
-from lightning_autosync.strategy.tuning import job_tuning
+from lightning_autosync.strategy.tuning import job_tuning, live, proposals
 from lightning_autosync.strategy.tuning.contest import Contest
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.pass_times import PassTimes
-from lightning_autosync.strategy.tuning.proposals import JobLinks
+from lightning_autosync.strategy.tuning.proposals import JobLinks, Proposals
+from lightning_autosync.strategy.tuning.tuner import Tuner
 
 PAIR = ClusterSpec.uniform(2, bandwidth="1 Gbit/s", name="pair")
 SHORT = TuningSettings(probe=0, search=0.5, warm_up=1, passes=8, cache=None)
@@ -67,6 +71,50 @@ def compare(model: str, strategy: dict[str, Any] | None = None, **arguments: Any
         options = {"cluster": PAIR.to_dict(), "tuning": SHORT, **(strategy or {})}
         found = jobs.compare(model, strategy=options, max_epochs=6, **arguments)
     return {**found, "switches": len(switches)}
+
+
+@contextmanager
+def scripted_switches(every: int) -> Iterator[list[int]]:
+    """The plans that were switched to, while the context is open: another one after so many passes, drawn at random."""
+    drawn = Random(0)
+
+    def following(self: Tuner) -> int:
+        asked = vars(self)["asked"] = vars(self).get("asked", -1) + 1
+        if asked % every == 0:
+            others = [index for index in range(len(self._candidates)) if index != vars(self).get("scripted", 0)]
+            vars(self)["scripted"] = drawn.choice(others) if asked else 0
+        return int(vars(self)["scripted"])
+
+    with (
+        mock.patch.object(Tuner, "following", following),
+        mock.patch.object(Tuner, "record"),
+        counted_switches() as switches,
+    ):
+        yield switches
+
+
+def compare_with_fixed(precision: str | None = None, half: bool = False, **arguments: Any) -> dict[str, Any]:
+    """How far a job that switches all the time ends from one with DDP's plan, after at least 300 steps."""
+    options = {"max_epochs": 5, **arguments} if precision is None else {"max_epochs": 5, "precision": precision}
+    with scripted_switches(every=9) as switches:
+        ours = jobs.fit("Mixture", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), jobs._scaler(half), **options)
+    fixed = AutoSyncStrategy(plan="all_reduce", cluster=PAIR)
+    theirs = jobs.fit("Mixture", fixed, jobs._scaler(half), **options)
+    jobs.seed_everything(3)
+    start = models.Mixture().to(next(ours.parameters()).dtype)
+    return {
+        "distance": jobs.distance(ours, theirs),
+        "moved": {name: float((one - other).abs().max()) for name, one, other in _pairs(ours, start)},
+        "finite": all(bool(tensor.isfinite().all()) for tensor in ours.state_dict().values()),
+        "scale": ours.scale,
+        "switches": len(switches),
+        "plans": len({*switches}),
+    }
+
+
+def _pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    for (name, ours), theirs in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        yield name, ours, theirs
 
 
 def switches_with(**options: Any) -> int:
@@ -128,6 +176,46 @@ def remembered(folder: str) -> list[dict[str, Any]]:
         assert report is not None
         found.append(report.to_dict())
     return found
+
+
+def unopenable(at_first: bool) -> dict[str, Any]:
+    """How a job ends in which rank 1 cannot connect for any plan, and what it logs.
+
+    Args:
+        at_first: whether the job is to begin with such a plan; otherwise it begins with DDP's, and tries others.
+    """
+    opening, logged = [False], list[str]()
+    connect, open_engine, order = _Connector.run, ExactReplica._open, proposals._ordered
+
+    def refuse(self: _Connector, targets: Any) -> Any:
+        if opening[0] and dist.get_rank() == 1:
+            raise ExchangeError("the network is down")
+        return connect(self, targets)
+
+    def spy(self: ExactReplica, *arguments: Any) -> Any:
+        opening[0] = True
+        try:
+            return open_engine(self, *arguments)
+        finally:
+            opening[0] = False
+
+    def reorder(*arguments: Any) -> Proposals:
+        plans = sorted(order(*arguments).plans, key=lambda each: each.native != (not at_first))
+        return Proposals(plans, "a test says so")
+
+    strategy = AutoSyncStrategy(cluster=PAIR, tuning=SHORT, timeout=timedelta(seconds=4))
+    with (
+        mock.patch.object(_Connector, "run", refuse),
+        mock.patch.object(ExactReplica, "_open", spy),
+        mock.patch.object(proposals, "_ordered", reorder),
+        mock.patch.object(live, "rank_zero_info", logged.append),
+        mock.patch.object(job_tuning, "TRIAL_CONNECT_TIMEOUT", 0.5),
+    ):
+        ours = jobs.fit("Plain", strategy, max_epochs=12)
+    theirs = jobs.fit("Plain", DDPStrategy(), max_epochs=12)
+    report = strategy.report()
+    assert report is not None
+    return {"distance": jobs.distance(ours, theirs), "logged": logged, "report": report.to_dict()}
 
 
 def divided() -> str:

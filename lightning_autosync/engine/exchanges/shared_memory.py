@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.collectives import gather_json, require_success
 from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.engine.exchanges.base import Exchange
 from lightning_autosync.engine.waiting import explained, wait_for_ranks
@@ -204,7 +204,7 @@ def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGro
                 os.posix_fallocate(descriptor, 0, size)
             except OSError as cause:
                 fault = f"cannot allocate {size} bytes of shared memory: {cause}"
-        _raise_any(fault, group)
+        require_success(fault, group)
         for connection in sockets.values() if dist.get_rank(group) == 0 else ():
             socket.send_fds(connection, [b"\0"], [descriptor])
         mapping = None
@@ -217,16 +217,9 @@ def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGro
             mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as cause:
             fault = f"cannot map {size} bytes of shared memory: {cause}"
-        _raise_any(fault, group)
+        require_success(fault, group)
     assert mapping is not None
     return mapping
-
-
-def _raise_any(fault: str, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if some rank has a fault; collective."""
-    for rank, other in enumerate(gather_json(fault, group)):
-        if other:
-            raise ExchangeError(f"rank {rank}: {other}")
 
 
 class _Peer:

@@ -10,6 +10,12 @@ from lightning_autosync.measure.probe.survey import FairCluster, Flow, everybody
 
 FAR = 0.25
 """Relative difference between a described and a measured rate from which on it is told."""
+FAR_AT_START = 0.3
+"""The same for the single short measurement at the start of a job."""
+_MEASURABLE = 1.25e9
+"""Bytes/s that one process can surely send and receive. A node that carries so much is not called slow."""
+_LIMITS = 0.99
+"""Share of a link's rate from which on the link counts as what limits its node."""
 
 
 def check_cluster(described: ClusterSpec, seen: ClusterSpec, earlier: str = "by the description") -> list[str]:
@@ -35,6 +41,36 @@ def check_cluster(described: ClusterSpec, seen: ClusterSpec, earlier: str = "by 
         if abs(found / expected - 1) > FAR:
             faults.append(f"{traffic.words} {_rate(found)}, but {_rate(expected)} {earlier}.")
     return faults
+
+
+def far_rates(described: ClusterSpec, flows: Sequence[Flow], rates: Sequence[float]) -> dict[tuple[int, bool], str]:
+    """Phrases on nodes whose measured rates are far from those that a description leads to.
+
+    Args:
+        described: the description, with rates.
+        flows: flows between nodes that were measured at the same time.
+        rates: by flow, bytes/s.
+
+    Returns:
+        By node, and whether it sends (or receives): the link, its described rate and its measured one.
+    """
+    fair, names = FairCluster(described), [node.name for node in described.nodes]
+    expected = fair.rates(flows)
+    found: dict[tuple[int, bool], str] = {}
+    for node, name in enumerate(names):
+        for sends in (True, False):
+            own = [number for number, flow in enumerate(flows) if flow[not sends] == node]
+            wanted, measured = (sum(some[number] for number in own) for some in (expected, rates))
+            slow, fast = (1 - FAR_AT_START) * min(wanted, _MEASURABLE), (1 + FAR_AT_START) * wanted
+            if not own or slow <= measured <= fast:
+                continue
+            link, limit = fair.end_of(flows[own[0]], sends)
+            if len(names) == 2:
+                link = f"{names[flows[own[0]][0]]} > {names[flows[own[0]][1]]}"
+            elif wanted < _LIMITS * limit:
+                link = f"{name} {'to' if sends else 'from'} {'all others' if len(own) > 1 else 'another node'}"
+            found[node, sends] = f"{link}: described as {_rate(wanted)}, measured {_rate(measured)}"
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_autosync.engine.collectives import gather_json, group_device
+from lightning_autosync.engine.collectives import broadcast_json, gather_json, group_device
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.flows import discard
@@ -35,6 +35,7 @@ _PACKETS = 40
 """Least number of packets of a window, as large as hosts merge them."""
 
 _Key = TypeVar("_Key")
+_Result = TypeVar("_Result")
 Set = frozenset[Flow]
 """Simultaneous flows between nodes."""
 
@@ -62,18 +63,22 @@ class MeshMeter(Meter):
         self._first: dict[Flow, float] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._distance = 0.0
+        self._leads = False
         self._leaders = [members[0] for members in self.nodes]
         self.latencies: dict[Flow, float] = {}
 
     @contextmanager
-    def connected(self) -> Iterator[MeshMeter]:
+    def connected(self, slots: int | None = None) -> Iterator[MeshMeter]:
         """Connect all pairs of nodes.
+
+        Args:
+            slots: number of measurements for which there must be time; by default, those that each survey makes.
 
         Raises:
             LaunchError: on every rank, if there are too many nodes for the limit, or if some cannot reach each other.
         """
         nodes = range(len(self.nodes))
-        least = (len(nodes) + 2) * (_HEAD + _WINDOW + _TAIL)
+        least = (len(nodes) + 2 if slots is None else slots) * (_HEAD + _WINDOW + _TAIL)
         self._require_time(least)
         pairs = [(i, j) for i in nodes for j in nodes if i < j]
         fault = ""
@@ -115,12 +120,52 @@ class MeshMeter(Meter):
         seconds = sum(sum(self._times(flows, factor)) for flows in slots)
         if not slots or (factor == DECISIVE_WINDOWS and not self._has_time(seconds)):
             return
-        self._require_time(seconds)
-        found = dict(zip(slots, self._run_all(slots, factor), strict=True))
+        found = self._measure(slots, factor)
         self._known |= {(flows, factor): found[slot] for flows, slot in slot_of.items()}
+
+    def lead(self, decide: Callable[[], _Result]) -> _Result | None:
+        """Measure what rank 0 decides to measure; collective.
+
+        Decisions compare rates, and unlike processors may round differently. So only rank 0 decides, and the others
+        measure what it tells them.
+
+        Args:
+            decide: called on rank 0, which may call `rates` and `prepare` in it.
+
+        Returns:
+            What ``decide`` returned, on rank 0; None on the others.
+
+        Raises:
+            LaunchError: on every rank, if the limit does not suffice, if a rank failed, or if ``decide`` can do nothing
+                with the rates, such as where a process stopped for a moment.
+        """
+        if self.rank == 0:
+            self._leads, fault = True, ""
+            try:
+                found = decide()
+            except (ValueError, ArithmeticError) as error:
+                fault = f"rates were measured that do not fit each other: {error}"
+            finally:
+                self._leads = False
+            broadcast_json({"fault": fault})
+            if fault:
+                raise LaunchError(fault)
+            return found
+        while "fault" not in (order := broadcast_json(None)):
+            self._measure([frozenset((i, j) for i, j in flows) for flows in order["sets"]], order["factor"])
+        if order["fault"]:
+            raise LaunchError(order["fault"])
+        return None
+
+    def _measure(self, slots: Sequence[Set], factor: float) -> dict[Set, dict[Flow, float]]:
+        if self._leads:
+            broadcast_json({"sets": [sorted(flows) for flows in slots], "factor": factor})
+        self._require_time(sum(sum(self._times(flows, factor)) for flows in slots))
+        found = dict(zip(slots, self._run_all(slots, factor), strict=True))
         if not self._first:
             self._first = found[slots[0]]
             self._widen()
+        return found
 
     def pace(self, node: int) -> float:
         """Always 0. What a link carries beyond the rates of all others together is of no use to a job, and a job floods

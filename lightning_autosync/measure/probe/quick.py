@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.measure.errors import LaunchError
+from lightning_autosync.measure.probe.description import far_rates
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.shape import Hosts, make_cluster, node_names
-from lightning_autosync.measure.probe.survey import take_survey
+from lightning_autosync.measure.probe.survey import DECISIVE_WINDOWS, FULL_WINDOWS, Flow, everybody, take_survey
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,70 @@ def survey_job(timeout: float, limit: float = 10.0) -> JobSurvey:
         LaunchError: on every rank, if the system is not Linux.
     """
     meter = MeshMeter(timeout, limit)
-    survey, fault = None, None
+    hosts = Hosts(meter.nodes, node_names(meter.hosts), meter.addresses)
+    cluster, fault = None, None
+
+    def describe() -> ClusterSpec:
+        survey = take_survey(meter, len(meter.nodes), every_pair=None)
+        if survey.nodes == 2:
+            survey.paces.clear()
+        return make_cluster("this job", hosts, survey, meter.latencies)
+
     if len(meter.nodes) > 1:
         try:
             with meter.connected():
-                survey = take_survey(meter, len(meter.nodes), every_pair=None)
+                cluster = meter.lead(describe)
         except LaunchError as error:
             fault = str(error)
-    if survey is not None and survey.nodes == 2:
-        survey.paces.clear()
-    hosts = Hosts(meter.nodes, node_names(meter.hosts), meter.addresses)
-    cluster = make_cluster("this job", hosts, survey, meter.latencies)
-    answers = gather_json([cluster.to_dict(), meter.elapsed()])
-    # Hosts may round differently, so the first rank's cluster counts.
-    cluster = ClusterSpec.from_dict(answers[0][0], source="survey")
-    return JobSurvey(cluster, max(seconds for _, seconds in answers), meter.machines, fault)
+    if cluster is None:  # on other ranks it is replaced by that of rank 0
+        cluster = make_cluster("this job", hosts, None, meter.latencies)
+    document, seconds = broadcast_json([cluster.to_dict(), meter.elapsed()])
+    return JobSurvey(ClusterSpec.from_dict(document, source="survey"), seconds, meter.machines, fault)
+
+
+def compare_rates(described: ClusterSpec, timeout: float, limit: float = 2.0) -> list[str]:
+    """Compare a description with what the nodes of the job send and receive; collective.
+
+    All nodes send to all others at once, which takes less than a second. A node whose rate is far from what the
+    description leads to is measured again by itself. It is told only if that rate is far, too.
+
+    Args:
+        described: the description, with rates.
+        timeout: seconds within which two ranks must reach each other.
+        limit: seconds that this may take. Nodes for which there is no time are not told.
+
+    Returns:
+        On rank 0, phrases on links with their described and measured rates. The list is empty on other ranks, if rates
+        fit, and if they cannot be compared: the ranks run on other nodes than described, or cannot connect in time.
+    """
+    if sys.platform != "linux":
+        return []
+    meter = MeshMeter(timeout, limit)
+    places = [list(described.ranks_of(node)) for node in range(len(described.nodes))]
+    if len(places) < 2 or sorted(places) != sorted(meter.nodes):
+        return []
+    order = [meter.nodes.index(ranks) for ranks in places]
+
+    try:
+        with meter.connected(slots=2):
+            return meter.lead(lambda: _far(meter, described, order)) or []
+    except LaunchError:
+        return []
+
+
+def _far(meter: MeshMeter, described: ClusterSpec, order: Sequence[int]) -> list[str]:
+    """Phrases on far rates; ``order`` has the meter's index of each described node."""
+
+    def rates(flows: Sequence[Flow], factor: float) -> list[float]:
+        return meter.rates([(order[i], order[j]) for i, j in flows], factor)
+
+    flows, found = everybody(len(order)), list[str]()
+    suspects = far_rates(described, flows, rates(flows, FULL_WINDOWS))
+    for node in dict.fromkeys(node for node, _ in suspects):
+        fans = {sends: [flow for flow in flows if flow[not sends] == node] for sends in (True, False)}
+        meter.prepare([[(order[i], order[j]) for i, j in fan] for fan in fans.values()], DECISIVE_WINDOWS)
+        for sends, fan in fans.items():
+            measured = rates(fan, DECISIVE_WINDOWS)
+            if (node, sends) in suspects and any(measured):  # otherwise there was no time
+                found += [text for end, text in far_rates(described, fan, measured).items() if end == (node, sends)]
+    return list(dict.fromkeys(found))

@@ -66,6 +66,12 @@ class FairCluster:
         channels = self._topology.route(self._ranks[flow[0]], self._ranks[flow[1]])
         return [channel for channel in channels if channel < self._links]
 
+    def end_of(self, flow: Flow, first: bool) -> tuple[str, float]:
+        """The first link on a flow's route, or the last one: its name and its bytes/s in the flow's direction."""
+        channel = self._topology.channels[self.route(flow)[0 if first else -1]]
+        assert channel.bandwidth is not None
+        return f"link {channel.source} > {channel.target}", channel.bandwidth
+
     def rates(self, flows: Sequence[Flow]) -> list[float]:
         """Bytes/s of simultaneous flows."""
         return fair_rates([self.route(flow) for flow in flows], self._capacities)

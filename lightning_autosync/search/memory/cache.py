@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import time
 import warnings
 from collections.abc import Iterator
@@ -68,7 +69,8 @@ class TuningCache:
     """Tuned plans by their keys, in a directory that several jobs may use at once.
 
     `find`, `nearest` and `store` serve jobs and raise no errors: a damaged or missing cache costs a job its memory, and
-    nothing else. What goes wrong is one warning.
+    nothing else. What goes wrong is one warning. They do not use a directory that belongs to another user, or that all
+    users may write to: anybody could then choose the plans of this user's jobs.
 
     Args:
         directory: the directory; None takes `default_directory`.
@@ -83,7 +85,7 @@ class TuningCache:
 
     def find(self, key: TuningKey) -> TunedPlan | None:
         """The entry of a key; None if there is none that can be read. It counts as used."""
-        if self.directory is None:
+        if self.directory is None or self._is_refused():
             return None
         path = self._path(self.directory, key)
         if not os.path.isfile(path):
@@ -102,6 +104,8 @@ class TuningCache:
 
         Only the `MOST_COMPARED` entries that were used last are looked at. Files that cannot be read are left out.
         """
+        if self._is_refused():
+            return []
         try:
             remembered = [_remembered(file) for file in self._files()[:MOST_COMPARED]]
         except DocumentError:
@@ -112,6 +116,8 @@ class TuningCache:
         """Write an entry in place of an earlier one with its key, and remove the oldest beyond the limits."""
         if self.directory is None and VARIABLE in os.environ:
             return  # the user turned the memory off
+        if self._is_refused():
+            return
         try:
             self._write(entry)
         except DocumentError as error:
@@ -147,6 +153,27 @@ class TuningCache:
                 file.path.unlink(missing_ok=True)
         self._remove_abandoned()
         return len(files)
+
+    def _is_refused(self) -> bool:
+        """Whether another user could write to the directory; warns if so."""
+        if self.directory is None or not hasattr(os, "geteuid"):
+            return False
+        try:
+            status = os.stat(self.directory)
+        except OSError:
+            return False  # it is not there yet, or reading or writing it will tell
+        fault = ""
+        if status.st_uid != os.geteuid():
+            fault = f"it belongs to user {status.st_uid}, but this job runs as user {os.geteuid()}"
+        elif status.st_mode & stat.S_IWOTH:
+            fault = f"all users may write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+        if fault:
+            self._warn(
+                "owner",
+                f"{self.directory}: {fault}; plans are neither read from it nor remembered in it. Set {VARIABLE} to a "
+                "directory of your own that other users may not write to",
+            )
+        return bool(fault)
 
     def _path(self, directory: Path, key: TuningKey) -> Path:
         return directory / f"{key.fingerprint}{_SUFFIX}"

@@ -12,9 +12,10 @@ from torch import nn
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import Schedule, compile_plan
 from lightning_autosync.replay import Constants
-from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
+from lightning_autosync.strategy.resolution import Resolution, fall_back, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
@@ -22,6 +23,9 @@ from lightning_autosync.strategy.tuning.preparation import Preparation, prepare,
 from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
 from lightning_autosync.strategy.tuning.report import TrialReport, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
+
+TRIAL_CONNECT_TIMEOUT = 10.0
+"""Seconds in which ranks must connect for a plan that is tried: training waits for that."""
 
 
 class JobTuning:
@@ -104,18 +108,25 @@ class JobTuning:
             f"{resolution.workload.bytes / 1e6:.3g} MB): {resolution.reason}"
         )
 
-    def start(self, engine: Engine, open_engine: Callable[[Schedule], Engine], use: Callable[[Engine], None]) -> None:
-        """Begin to try other plans, if there are any; collective.
+    def start(self, open_engine: Callable[..., Engine], use: Callable[[Engine], None]) -> Engine:
+        """Open the engine of the chosen plan, and begin to try other plans, if there are any; collective.
 
         Args:
-            engine: the engine of the chosen plan.
-            open_engine: opens an engine for another schedule; collective.
+            open_engine: opens an engine for a schedule; collective. Its second argument, which may be left out,
+                limits the seconds in which ranks connect.
             use: lets an engine synchronize the following passes.
+
+        Returns:
+            The engine; that of DDP's plan if ranks cannot open the chosen one, and the user did not give it.
+
+        Raises:
+            ExchangeError: ranks cannot connect to each other.
         """
+        engine = self._open_first(open_engine)
         found = self.resolution
         if not found.alternatives or self._group is not None:
             self._record(engine)
-            return
+            return engine
         assert self._settings.tuning is not None
         assert self._preparation is not None
         # Compiled now, so that no step has to wait for it.
@@ -128,12 +139,21 @@ class JobTuning:
         self._tuner = LiveTuner(
             found.alternatives,
             engine,
-            lambda index: open_engine(self._schedules[index]),
+            lambda index: open_engine(self._schedules[index], TRIAL_CONNECT_TIMEOUT),
             use_plan,
             self._settings.tuning,
             self._group,
             DriftWatch(self._changes, self._preparation.expected),
         )
+        return engine
+
+    def _open_first(self, open_engine: Callable[..., Engine]) -> Engine:
+        try:
+            return open_engine(self.resolution.schedule)
+        except OpeningError as error:  # on every rank
+            self._resolution = found = fall_back(self.resolution, error)
+            rank_zero_info(f"AutoSync: plan {found.plan.fingerprint} instead: {found.reason}")
+            return open_engine(found.schedule)
 
     def measure_steps(self, engine: Engine) -> None:
         """Record the times of synchronized steps from now on; not during a backward pass.

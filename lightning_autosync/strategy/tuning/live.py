@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.tracing import Recorder, StepTrace
+from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.memory import StepTime
 from lightning_autosync.strategy.tuning.drift import WINDOW, DriftWatch, median_times
@@ -55,7 +56,8 @@ class LiveTuner:
     Args:
         alternatives: the plans; the first one is in use.
         engine: the engine of the first plan.
-        start: makes an engine for one of the plans; collective.
+        start: makes an engine for one of the plans; collective. A plan for which it raises `OpeningError` on every rank
+            is given up.
         use: lets the engine of one of the plans synchronize the following passes.
         settings: settings of the tuning.
         group: the ranks; None is the default group.
@@ -209,8 +211,23 @@ class LiveTuner:
         plan = self._chosen.popleft()
         if plan not in self._engines:
             self._close_others(plan)
-            self._engines[plan] = self._start(plan)
+            plan = self._open(plan)
         self._switch(plan)
+
+    def _open(self, plan: int) -> int:
+        """Open the engine of a candidate; returns the plan for the next pass, the present one if that fails."""
+        try:
+            self._engines[plan] = self._start(plan)
+        except OpeningError as error:  # on every rank, so all go on alike
+            self._tuner.give_up()
+            present = self._tuner.present
+            self._chosen = deque(present if each == plan else each for each in self._chosen)
+            rank_zero_info(
+                f"AutoSync: plan {self._alternatives[plan].plan.fingerprint} ({self._alternatives[plan].name}) is not "
+                f"tried, because ranks cannot open it: {error}. Training continues with {self.present.name}."
+            )
+            return present
+        return plan
 
     def _switch(self, plan: int) -> None:
         engine = self._engines[plan]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import ExchangeError
 
@@ -68,7 +69,7 @@ class AgreedTimes:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._under_way: deque[tuple[torch.Tensor, dist.Work]] = deque()
+        self._under_way: deque[tuple[torch.Tensor, dist.Work, int]] = deque()
 
     def share(self, own: PassTimes, choice: int = 0) -> None:
         """Start an exchange of times and of the next choice; collective.
@@ -81,7 +82,7 @@ class AgreedTimes:
         numbers = torch.tensor([own.whole, own.unusual, own.compute, choice, -choice], dtype=torch.float64)
         work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._under_way.append((numbers, work))
+        self._under_way.append((numbers, work, choice))
 
     @property
     def under_way(self) -> int:
@@ -94,15 +95,26 @@ class AgreedTimes:
         Raises:
             ExchangeError: a rank was lost, did not answer in time, or has chosen another plan.
         """
-        numbers, work = self._under_way.popleft()
+        numbers, work, choice = self._under_way.popleft()
         work.wait()
         whole, unusual, compute, most, least = numbers.tolist()
         if most != -least:
             raise ExchangeError(
-                "tuning: ranks chose different plans for the same step. This is a fault of lightning-autosync: train "
-                "with tuning='off', and report it"
+                f"tuning: ranks chose different plans for the same step ({self._told(choice)}). This is a fault of "
+                "lightning-autosync: train with tuning='off', and report it"
             )
         return PassTimes(whole, unusual, compute)
+
+    def _told(self, choice: int) -> str:
+        """Which ranks chose which plan, in words; collective. Choices that fewer ranks made come first."""
+        ranks: dict[int, list[int]] = {}
+        for rank, other in enumerate(gather_json(choice, self._group)):
+            ranks.setdefault(other, []).append(rank)
+        return "; ".join(
+            f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}: "
+            f"{'the end of tuning' if plan < 0 else f'plan number {plan}'}"
+            for plan, some in sorted(ranks.items(), key=lambda item: len(item[1]))
+        )
 
     def forget(self) -> None:
         """Ignore all times that are under way, without a wait for ranks that may be lost."""

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.collectives import broadcast_json, gather_json
 from lightning_autosync.engine.connections import own_address
 from lightning_autosync.plan import builders
 from lightning_autosync.replay import Constants
@@ -132,7 +132,7 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
         entry = _memory(cache).find(key)
         if entry is not None and _describes(settings.cluster, entry):
             found = entry.to_dict()
-    found = gather_json(found, group)[0]
+    found = broadcast_json(found, group)
     return None if found is None else TunedPlan.from_dict(found, source="the tuning cache of rank 0")
 
 

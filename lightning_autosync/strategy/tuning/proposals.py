@@ -12,10 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import counted
-from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.probe.description import check_cluster
-from lightning_autosync.measure.probe.quick import survey_job
+from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.selection import rank_plans
@@ -64,13 +64,19 @@ def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: flo
     """Find the hosts of the default process group, and measure the links between them; collective.
 
     Args:
-        cluster: the description that the user gave, if any; it is used as it is.
+        cluster: the description that the user gave, if any; it is used as it is. A warning tells rates that are far
+            from those of the links, if they can be measured in about a second.
         nodes: number of nodes in the job.
         devices: number of ranks per node.
         probe: maximum seconds of the measurement.
         timeout: seconds that ranks wait for each other.
     """
     if cluster is not None:
+        if cluster.measured and probe and (found := compare_rates(cluster, timeout)):
+            rank_zero_warn(
+                f"cluster '{cluster.name}': {'; '.join(found)}. The plan is chosen for the described rates: correct "
+                "them, or give no cluster, so that the job measures its links"
+            )
         return JobLinks(cluster, Constants(), "" if cluster.measured else "its rates are not given", "described")
     if sys.platform != "linux":
         uniform = ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
@@ -111,7 +117,7 @@ def propose(
             found = {"plans": plans}
         except Exception as error:  # the others wait, and a job can train without a search
             found = {"fault": f"the search for a plan failed: {type(error).__name__}: {error}"}
-    found = gather_json(found, group)[0]
+    found = broadcast_json(found, group)
     if "fault" in found:
         rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
         return None, found["fault"]

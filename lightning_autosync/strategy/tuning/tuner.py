@@ -133,6 +133,10 @@ class Tuner:
         if self._contest is None and not self.finished and len(self._known) >= min(self._passes, _LEAST_KNOWN):
             self._begin_contest()
 
+    def give_up(self) -> None:
+        """End the present trial without an outcome, because its plan cannot synchronize a pass."""
+        self._trying, self._contest = None, None
+
     def _begin_contest(self) -> None:
         """Begin to try the next candidate, or finish."""
         while self._left:

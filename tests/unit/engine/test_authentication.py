@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from strangers import KINDS, SECRET, claim, listening_as, visit
 
-from lightning_autosync.engine import authentication, connections
+from lightning_autosync.engine import authentication, connections, waiting
 from lightning_autosync.engine import secret as secret_module
 from lightning_autosync.engine.authentication import Acceptor, Caller
-from lightning_autosync.errors import ExchangeError
+from lightning_autosync.errors import ExchangeError, PeerLost
 
 HOST = "127.0.0.1"
 
@@ -236,6 +236,28 @@ def test_ranks_that_were_given_a_secret_connect_with_it(monkeypatch: pytest.Monk
         assert call is not None
         call[0].close()
         found.result()[0].close()
+
+
+class _Lost(waiting.Monitor):
+    """Knows that rank 0 is lost."""
+
+    timeout = 600.0
+
+    def check(self) -> None:
+        raise PeerLost(0, "its process has ended")
+
+    def explain(self, cause: str, late: bool = False) -> ExchangeError:
+        raise AssertionError(cause)
+
+
+def test_a_rank_that_is_lost_while_ranks_connect_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "common_secret", lambda group: SECRET)
+    monkeypatch.setattr(connections, "gather_json", lambda own, group: [[[HOST, 9], ""], own])
+    monkeypatch.setattr(connections.dist, "get_rank", lambda group: 1)
+    begin = time.monotonic()
+    with waiting.monitored_by(_Lost()), pytest.raises(PeerLost, match="rank 0 is lost"):
+        connections.connect_pairs([(0, 1)], None, HOST, 30.0)
+    assert time.monotonic() - begin < 10.0
 
 
 def test_a_burst_of_callers_fits_into_the_queue() -> None:

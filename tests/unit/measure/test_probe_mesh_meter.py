@@ -13,7 +13,7 @@ from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe import quick
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.meter import Meter
-from lightning_autosync.measure.probe.quick import survey_job
+from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.measure.probe.survey import FairCluster, take_survey
 
 LATENCY = 30e-6
@@ -139,6 +139,18 @@ def test_a_fault_of_a_rank_leaves_the_hosts(mesh: MakeMeter) -> None:
     assert [node.address for node in found.cluster.nodes] == [f"10.0.0.{node}" for node in range(4)]
 
 
+def test_a_node_that_stops_for_a_moment_costs_the_rates_and_not_the_job(mesh: MakeMeter) -> None:
+    meter = mesh(resolve_cluster("four_equal"))
+    run, meter._widen = meter._run_all, lambda: None  # the first measurement was well
+    meter._run_all = lambda sets, factor: [
+        {flow: rate * (2 not in flow) for flow, rate in rates.items()} for rates in run(sets, factor)
+    ]
+    found = survey_job(60.0)
+    assert found.fault.startswith("rates were measured that do not fit each other: ")
+    assert not found.cluster.measured
+    assert len(found.cluster.nodes) == 4
+
+
 def test_what_only_confirms_is_left_out_where_time_is_short(mesh: MakeMeter) -> None:
     meter = mesh(resolve_cluster("two_racks_2to1"), limit=2.9)
     found = survey_job(60.0)
@@ -152,3 +164,58 @@ def test_what_is_needed_for_racks_is_not_left_out(mesh: MakeMeter) -> None:
     found = survey_job(60.0)
     assert found.fault is not None
     assert meter.now < 2.5
+
+
+@pytest.mark.parametrize("name", ["two_nodes_of_four", "four_equal", "fat_node_star", "two_racks_2to1", "autosync_a_8"])
+def test_a_description_that_fits_takes_one_measurement_of_half_a_second(mesh: MakeMeter, name: str) -> None:
+    meter = mesh(resolve_cluster(name))
+    assert compare_rates(resolve_cluster(name), 60.0) == []
+    assert meter.slots == [1]
+    assert meter.now < 0.6
+
+
+def test_a_link_that_is_slower_than_described_is_named(mesh: MakeMeter) -> None:
+    meter = mesh(ClusterSpec.star(["400 Mbit/s", "110 Mbit/s", "400 Mbit/s"]))
+    assert compare_rates(ClusterSpec.star(["400 Mbit/s"] * 3), 60.0) == [
+        "link node1 > switch: described as 400 Mbit/s, measured 110 Mbit/s",
+        "link switch > node1: described as 400 Mbit/s, measured 110 Mbit/s",
+    ]
+    assert meter.now < 2.0
+
+
+def test_so_is_one_that_is_faster(mesh: MakeMeter) -> None:
+    mesh(ClusterSpec.star(["400 Mbit/s"] * 3))
+    found = compare_rates(ClusterSpec.star(["400 Mbit/s", "400 Mbit/s", "100 Mbit/s"]), 60.0)
+    assert "link node2 > switch: described as 100 Mbit/s, measured 400 Mbit/s" in found
+
+
+def test_two_nodes_are_named_together(mesh: MakeMeter) -> None:
+    mesh(ClusterSpec.star(["1 Gbit/s", "200 Mbit/s"]))
+    assert compare_rates(ClusterSpec.star(["1 Gbit/s", "1 Gbit/s"]), 60.0) == [
+        "node0 > node1: described as 1000 Mbit/s, measured 200 Mbit/s",
+        "node1 > node0: described as 1000 Mbit/s, measured 200 Mbit/s",
+    ]
+
+
+def test_a_difference_within_a_quarter_is_not_told(mesh: MakeMeter) -> None:
+    mesh(ClusterSpec.star(["400 Mbit/s", "300 Mbit/s", "500 Mbit/s"]))
+    assert compare_rates(ClusterSpec.star(["400 Mbit/s"] * 3), 60.0) == []
+
+
+def test_links_faster_than_a_process_are_not_called_slow(mesh: MakeMeter) -> None:
+    mesh(ClusterSpec.star(["12 Gbit/s"] * 3))
+    assert compare_rates(ClusterSpec.star(["100 Gbit/s"] * 3), 60.0) == []
+
+
+def test_many_far_links_take_no_longer_than_the_limit(mesh: MakeMeter) -> None:
+    meter = mesh(ClusterSpec.star(["100 Mbit/s"] * 16), limit=2.0)
+    found = compare_rates(ClusterSpec.star(["1 Gbit/s"] * 16), 60.0)
+    assert "link node0 > switch: described as 1000 Mbit/s, measured 100 Mbit/s" in found
+    assert meter.now < 2.0
+
+
+def test_a_job_on_other_nodes_and_one_that_cannot_connect_are_not_compared(mesh: MakeMeter) -> None:
+    mesh(ClusterSpec.star(["1 Gbit/s"] * 3))
+    assert compare_rates(ClusterSpec.star(["100 Mbit/s"] * 4), 60.0) == []
+    mesh(ClusterSpec.star(["1 Gbit/s"] * 3), fault="rank 1 cannot be reached")
+    assert compare_rates(ClusterSpec.star(["100 Mbit/s"] * 3), 60.0) == []

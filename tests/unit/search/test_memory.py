@@ -319,6 +319,39 @@ def test_so_does_a_full_disk(tmp_path: Path) -> None:
             TuningCache(disk / "plans").store(tuned())
 
 
+def use_in_vain(cache: TuningCache) -> None:
+    """Do what jobs do with a directory that has the entry of ``tuned()``, and see that it is not used."""
+    assert cache.find(tuned().key) is None
+    assert cache.nearest(tuned(bucket_bytes=5).key) == []
+    cache.store(tuned(bucket_bytes=5))
+
+
+def test_a_directory_that_all_users_may_write_to_is_not_used(tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path / "plans")
+    cache.store(tuned())
+    (tmp_path / "plans").chmod(0o777)
+    told = rf"{tmp_path}/plans: all users may write to it \(mode 0777\); plans are neither read from it nor remembered"
+    with pytest.warns(UserWarning, match=told) as caught:
+        use_in_vain(cache)
+    assert len(caught) == 1
+    (tmp_path / "plans").chmod(0o770)  # a group may share plans
+    assert cache.find(tuned().key) == tuned()
+    assert len(cache.entries()) == 1
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_neither_is_one_that_belongs_to_another_user(tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path / "plans")
+    cache.store(tuned())
+    os.chown(tmp_path / "plans", 12345, 12345)
+    told = "belongs to user 12345, but this job runs as user 0; plans are neither read"
+    with pytest.warns(UserWarning, match=told) as caught:
+        use_in_vain(cache)
+    assert len(caught) == 1
+    assert len(cache.entries()) == 1
+
+
 _AS_ANOTHER_USER = """
 import os, sys, warnings
 sys.path.insert(0, sys.argv[2])

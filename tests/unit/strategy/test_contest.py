@@ -152,3 +152,19 @@ def test_tuning_ends_with_a_plan_that_is_no_slower_than_the_first(
     assert tuner.finished
     assert seconds[tuner.present] <= seconds[0]
     assert chosen[-1] == tuner.present
+
+
+def test_a_plan_that_cannot_be_opened_is_no_trial_and_the_next_one_is_tried() -> None:
+    tuner = Tuner([Candidate("present", 1.0), Candidate("closed", 0.5), Candidate("open", 0.5)], warm_up=1, passes=8)
+    chosen = []
+    for _ in range(60):
+        plan = tuner.following()
+        if plan == 1:
+            tuner.give_up()
+            plan = 0
+        chosen.append(plan)
+        tuner.record(0.5 if plan == 2 else 1.0)
+    assert 1 not in chosen
+    assert [trial.candidate for trial in tuner.trials] == [2]
+    assert tuner.present == 2
+    assert tuner.finished

@@ -1,0 +1,129 @@
+"""Faults of the soak in jobs that tune themselves: at what moment of the tuning a rank meets its fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any, Protocol
+from unittest import mock
+
+from lightning_autosync import TuningSettings
+from lightning_autosync.engine.connections import _Connector
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.measure.probe import meter
+from lightning_autosync.measure.probe.mesh_meter import MeshMeter
+from lightning_autosync.strategy import exact
+from lightning_autosync.strategy.tuning.drift import DriftWatch
+from lightning_autosync.strategy.tuning.live import LiveTuner
+from lightning_autosync.strategy.tuning.tuner import Tuner
+
+TUNES = TuningSettings(probe=3.0, search=0.2, plans=3, warm_up=1, passes=4, cache=None)
+TUNED_EPOCHS = 20
+OTHER_PLAN, NO_CONNECTION = "other plan", "no connection"
+SURVEY, OPENING, PASS, END, AGAIN = "survey", "opening", "pass", "end of tuning", "measuring again"
+MOMENTS = {SURVEY: 2, OPENING: 2, PASS: 30, END: 1, AGAIN: 1}
+"""Moments of the tuning, and how often each comes in a job, about."""
+MOMENT_OF = {OTHER_PLAN: PASS, NO_CONNECTION: OPENING}
+"""The moment of faults that cannot come at any."""
+
+
+class Meets(Protocol):
+    """The fault of a job; see ``soak_calls.Injection``."""
+
+    fault: dict[str, Any] | None
+
+    def is_of(self, *kinds: str) -> bool: ...
+
+    def happen(self) -> None: ...
+
+    def note(self) -> None: ...
+
+
+class Moments:
+    """Counts the moments of a job's tuning on this rank, and lets its fault happen at the right one."""
+
+    def __init__(self, injection: Meets) -> None:
+        self._injection = injection
+        self._counts = Counter[str]()
+        self._opening = False
+
+    def come(self, moment: str) -> None:
+        """Count a moment; the fault may happen now."""
+        self._counts[moment] += 1
+        fault = self._injection.fault
+        if fault is not None and (fault["moment"], fault["count"]) == (moment, self._counts[moment]):
+            self._injection.happen()
+
+    def open(self, own: Callable[..., int], *arguments: Any) -> int:
+        """In place of the method by which a job opens a plan to try it."""
+        self.come(OPENING)
+        self._opening = True
+        try:
+            return own(*arguments)
+        finally:
+            self._opening = False
+
+    def connect(self, own: Callable[..., Any], *arguments: Any) -> Any:
+        """In place of the method by which a rank connects to others."""
+        fault = self._injection.fault
+        due = fault is not None and self._counts[OPENING] >= fault["count"]
+        if due and self._opening and self._injection.is_of(NO_CONNECTION):
+            self._injection.note()
+            raise ExchangeError("the network of this rank is down")
+        return own(*arguments)
+
+    def follow(self, own: Callable[..., int], tuner: Tuner) -> int:
+        """In place of the method that chooses the plan of a pass."""
+        plan, fault = own(tuner), self._injection.fault
+        if self._injection.is_of(OTHER_PLAN) and fault is not None and self._counts[PASS] == fault["count"]:
+            self._injection.note()
+            return (plan + 1) % len(tuner._candidates)
+        return plan
+
+
+@contextmanager
+def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
+    """The context in which a job tunes itself, and this rank meets its fault if it has one.
+
+    All ranks are on this machine, but count as hosts of their own. When trials have ended, all ranks measure links
+    again. With half of the seeds they then find that links have changed, and tune again.
+    """
+    moments = Moments(injection)
+    changes, windows = iter([["a test says so"]] if seed % 2 else []), count()
+
+    def record(self: DriftWatch, window: Any) -> str:
+        return "a test says so" if next(windows) == 1 else ""
+
+    with ExitStack() as patches:
+        replaced: list[tuple[Any, str, Any]] = [
+            (MeshMeter, "_run_all", _after(lambda: moments.come(SURVEY), MeshMeter._run_all)),
+            (LiveTuner, "after_pass", _after(lambda: moments.come(PASS), LiveTuner.after_pass)),
+            (LiveTuner, "_finish", _after(lambda: moments.come(END), LiveTuner._finish)),
+            (exact, "find_links", _after(lambda: moments.come(AGAIN), exact.find_links)),
+            (LiveTuner, "_open", _through(moments.open, LiveTuner._open)),
+            (_Connector, "run", _through(moments.connect, _Connector.run)),
+            (Tuner, "following", _through(moments.follow, Tuner.following)),
+            (meter, "_namespace", lambda: f"of rank {rank}"),
+            (DriftWatch, "record", record),
+            (exact, "changed_links", lambda *_: next(changes, [])),
+        ]
+        for owner, name, function in replaced:
+            patches.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+def _after(call: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a call first."""
+
+    def both(*arguments: Any, **options: Any) -> Any:
+        call()
+        return function(*arguments, **options)
+
+    return both
+
+
+def _through(method: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in whose place ``method`` is called, with the function as first argument."""
+    return lambda *arguments: method(function, *arguments)
