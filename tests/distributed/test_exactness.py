@@ -16,8 +16,8 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import builders, topologies
 from lightning_autosync.workload import describe
 
-SPANNING = [name for name in builders.names() if name != "shared_memory"]
-"""Builders of plans for several nodes."""
+SPANNING = [name for name in builders.names() if name not in ("shared_memory", "gathered_rows")]
+"""Builders of plans for several nodes in which all parameters may have any topology."""
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 5])

@@ -9,6 +9,7 @@ import numpy
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.documents import Count
+from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, lone_group, make_plan
 from lightning_autosync.plan.builders.registry import register
 from lightning_autosync.plan.compiler import compile_plan
@@ -22,8 +23,14 @@ GATHERED = "gather_rows"
 
 @register(takes_topology=False)
 def gathered_rows(workload: Workload, cluster: ClusterSpec, *, bucket_bytes: Count = 25 * MIB) -> SyncPlan:
-    """Fused all-reduce for dense variables; every rank sends its touched rows of the others to all ranks, once."""
+    """Fused all-reduce for dense variables; every rank sends its touched rows of the others to all ranks, once.
+
+    Raises:
+        PlanError: all variables are dense.
+    """
     order = in_ready_order(workload)
+    if all(variable.kind == "dense" for variable in order):
+        raise PlanError("builder 'gathered_rows': no variable has row-wise gradients; use 'all_reduce'")
     groups = [lone_group(variable, topology=GATHERED) for variable in order if variable.kind != "dense"]
     dense = [variable for variable in order if variable.kind == "dense"]
     return make_plan(workload, cluster, [*groups, *fused_groups(dense, [bucket_bytes], "bucket")])

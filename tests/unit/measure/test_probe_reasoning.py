@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, shipped_clusters
@@ -173,6 +173,10 @@ def test_directions_are_told_apart():
     oversubscription=st.floats(1.5, 8),
 )
 def test_racks_of_any_sizes_are_recovered(sizes, oversubscription):
+    nodes = sum(sizes)
+    # Where both kinds of links limit flows about equally, a survey leaves one of them out.
+    shares = [min(sizes) / oversubscription * (nodes - 1) / (size * (nodes - size)) for size in sizes]
+    assume(all(abs(share - 1) > 0.05 for share in shares))
     names = [(rack, f"n{rack}_{node}") for rack, size in enumerate(sizes) for node in range(size)]
     links = [{"a": name, "b": f"s{rack}", "bandwidth": 1e8} for rack, name in names]
     uplink = 1e8 * min(sizes) / oversubscription

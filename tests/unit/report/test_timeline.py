@@ -72,7 +72,10 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     assert result["critical_path"][0]["name"] == "backward"
 
 
-LARGE = ClusterSpec.racks(racks=2, nodes_per_rack=40, bandwidth=1e6, uplink=1e6)
+ALIKE = ClusterSpec.racks(racks=2, nodes_per_rack=40, bandwidth=1e6, uplink=1e6)
+# No two links are equal, so that the ranks do not fall into classes.
+LINKS = tuple(link.model_copy(update={"bandwidth": 1e6 + n}) for n, link in enumerate(ALIKE.links))
+LARGE = ALIKE.model_copy(update={"links": LINKS})
 
 
 def test_of_a_large_cluster_predict_states_a_cut_bound() -> None:
