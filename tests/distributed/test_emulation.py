@@ -157,6 +157,7 @@ def test_ranks_share_the_link_between_racks():
     assert across == pytest.approx(FRAMING * 2 * amount / (100 * MEGABIT), rel=0.15)
 
 
+@pytest.mark.slow
 def test_nodes_forward_and_ranks_of_a_node_share_it():
     cluster = line_of_three()
     nodes = [node.model_copy(update={"devices": 2 if node.name == "right" else 1}) for node in cluster.nodes]

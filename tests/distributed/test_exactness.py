@@ -53,7 +53,7 @@ def test_pairs_of_trees_equal_ddp(pool, size: int) -> None:
         assert max(found) < 1e-12
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_exact_plans_equal_ddp(pool, data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5), label="ranks")

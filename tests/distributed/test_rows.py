@@ -39,7 +39,7 @@ def test_a_rank_that_does_not_touch_the_table(pool) -> None:
         assert max(found) < 1e-12
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_plans_with_rows_equal_dense_ddp(pool, data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5))

@@ -217,6 +217,7 @@ def test_a_sweep_that_is_ended_ends_its_torchrun_and_goes_on_later(tmp_path: Pat
     assert [trial["state"] for trial in record(tmp_path)["trials"]] == ["complete", "complete"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end on Linux only")
 def test_a_sweep_that_is_killed_takes_its_torchrun_along(tmp_path: Path) -> None:
     with waiting_sweep(tmp_path) as (process, pids):

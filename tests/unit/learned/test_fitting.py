@@ -343,6 +343,7 @@ def test_work_that_is_given_up_leaves_no_process_at_it(monkeypatch: pytest.Monke
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_processes_at_work_do_not_hear_of_a_ctrl_c() -> None:
     look = signal.pthread_sigmask, signal.SIG_BLOCK
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())

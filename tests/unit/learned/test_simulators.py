@@ -93,8 +93,9 @@ def test_it_learns_what_the_replay_does_not_know(samples: list[Sample], fitted: 
     ("name", "semantics", "count", "rate", "least"),
     [
         ("linear", "exact", 200, 1e-2, 0.6),  # 0.70; shuffled 0.50
-        ("recurrent", "compressed", 160, 4e-3, 0.65),  # 0.73 to 0.74 over four seeds; shuffled 0.45 to 0.52
-        ("attention", "compressed", 160, 4e-3, 0.65),  # 0.73 to 0.74; shuffled 0.43 to 0.54
+        # 0.73 to 0.74 over four seeds; shuffled 0.43 to 0.54
+        pytest.param("recurrent", "compressed", 160, 4e-3, 0.65, marks=pytest.mark.slow),
+        pytest.param("attention", "compressed", 160, 4e-3, 0.65, marks=pytest.mark.slow),
     ],
 )
 def test_the_papers_simulators_learn_to_rank(

@@ -253,6 +253,7 @@ def test_a_run_without_any_time_has_a_report(changed: Changed) -> None:
     assert "No hit rate" in found.text
 
 
+@pytest.mark.slow
 def test_importance_says_why_there_is_none(changed: Changed, kept: Path, tmp_path: Path) -> None:
     directory = changed(lambda data: None)
     write_report(TuningRun.load(directory), directory / "report.html")

@@ -53,6 +53,7 @@ def test_pairs_are_on_the_same_hosts_and_those_on_a_cluster_have_its_links() -> 
     assert later.hidden not in (one.hidden, one.known)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_leaves_curves_and_goes_on(tmp_path: Path) -> None:
     rehearse(SMALL, tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())

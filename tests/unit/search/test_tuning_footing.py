@@ -56,6 +56,7 @@ class Usual:
         return Estimate(numpy.array([self._world.plan_price(plan) for plan in plans]), numpy.zeros(len(plans)))
 
 
+@pytest.mark.slow
 def test_a_slower_machine_is_believed_though_the_sampler_learns_from_what_it_measures():
     search = {"sampler": "autosync", "batch": 4, "options": {"population": 16}}
     world = World(budget=24, **search)
