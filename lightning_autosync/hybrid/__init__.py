@@ -3,3 +3,5 @@
 from __future__ import annotations
 
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan, Layout, Signature
+
+__all__ = ["HybridPlan", "LayerPlan", "Layout", "Signature"]

@@ -239,6 +239,7 @@ def _multiplied(node: fx.Node, operands: Sequence[Operand], output: tuple[int, .
 
 
 def _of_factor(axes: Axes, rank: int, shift: int) -> Axes:
+    """A factor's axes in the product: the batch may be any axis but the last, features only before the last two."""
     found = axes.moved(lambda axis: axis + shift if axis < rank - 1 else None)
     return found.without_features() if axes.features == rank - 2 else found
 

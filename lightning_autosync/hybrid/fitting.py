@@ -21,8 +21,9 @@ class Timing:
     Attributes:
         ranks: number of ranks in a group.
         sent: bytes that each rank sends.
-        wire: seconds on the links according to their rates.
-        latency: seconds because of the links' latencies.
+        wire: seconds on the links, computed from their rates.
+        latency: seconds because of the links' latencies, computed.
+        seconds: measured seconds.
     """
 
     ranks: int

@@ -25,9 +25,6 @@ from lightning_autosync.hybrid.tables import ILLEGAL, Tables, plan_of, tables
 
 _SHARES = (1.0, 0.8, 0.6)
 """Of the memory that there is, to which descents are held."""
-_STARTS = 4
-"""Random starts of the descent on each mesh. Further starts are data parallelism, the Megatron scheme and the best plan
-without overlap."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,9 @@ def search(
     *,
     memory: float | None = None,
     settings: Settings | None = None,
+    starts: int = 4,
     keep: int = 5,
+    seed: int = 0,
     meshes: Sequence[tuple[int, ...]] | None = None,
 ) -> Found:
     """Search the best plans for a model on a cluster; also returns data parallelism and the Megatron scheme.
@@ -85,14 +84,17 @@ def search(
         rates: rates of the hosts and the backend; None takes the defaults.
         memory: bytes that a rank may use; None for no limit.
         settings: settings of the step; None takes the defaults.
+        starts: number of random starts of the descent on each mesh. Further starts are data parallelism, the Megatron
+            scheme and the best plan without overlap.
         keep: largest number of returned plans.
+        seed: seed of the random starts.
         meshes: shapes of the meshes to try; None tries all with up to three dimensions.
 
     Raises:
         ClusterError: the rates of the links are unknown.
     """
     cluster.require_measured()
-    return _Search(graph, cluster, rates or HybridRates(), memory, settings or Settings(), keep).run(
+    return _Search(graph, cluster, rates or HybridRates(), memory, settings or Settings(), starts, keep, seed).run(
         meshes or shapes(cluster.world_size)
     )
 
@@ -123,12 +125,14 @@ class _Search:
         rates: HybridRates,
         memory: float | None,
         settings: Settings,
+        starts: int,
         keep: int,
+        seed: int,
     ) -> None:
         self._structure = structure(graph)
         self._links, self._ranks = Links(cluster), near_order(cluster)
         self._rates, self._memory, self._settings = rates, memory, settings
-        self._keep, self._random = keep, random.Random(0)
+        self._starts, self._keep, self._random = starts, keep, random.Random(seed)
 
     def run(self, meshes: Sequence[tuple[int, ...]]) -> Found:
         flat = self._tables((len(self._ranks),))
@@ -181,7 +185,7 @@ class _Search:
         # The best plan without overlap is a good start. The exact search may be too large, and then is left out.
         with suppress(PlanError):
             starts.append(exact(on_mesh)[0])
-        starts += [self._drawn(on_mesh) for _ in range(_STARTS)]
+        starts += [self._drawn(on_mesh) for _ in range(self._starts)]
         for limit, start in product(limits, starts):
             choice, _ = Descent(on_mesh, limit, self._settings.overlap).run(start)
             if step_seconds(on_mesh.total(choice)) < ILLEGAL:

@@ -203,11 +203,10 @@ class _Builder:
                 found += self._costs.change(edge.value, self._handed, (self._home,))
             return found
         found = numpy.zeros((len(self._handed), len(self._tables.signatures[flow.target]), COSTS))
-        tensors = {
-            (edge.source, edge.tensor): (self._operators[taker], edge.value)
-            for taker, edge in flow.edges
-            if taker is not None
-        }
+        tensors = {}
+        for taker, edge in flow.edges:
+            assert taker is not None
+            tensors[edge.source, edge.tensor] = self._operators[taker], edge.value
         for (operator, value), count in _alike(tensors.values(), lambda pair: (pair[0].kind, pair[1])):
             change = self._costs.change(value, self._handed, self._taken)
             found += count * change[:, self._takes(flow.target, operator)]

@@ -27,11 +27,18 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def boot_id() -> str | None:
+    """An id of this machine, which all its containers share until it reboots; None if it cannot be read."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
 def machine() -> tuple[str, str]:
-    """An id of this machine, which all its containers share until it reboots, and its name."""
-    identity = Path("/proc/sys/kernel/random/boot_id")
+    """An id of this machine, and its name. Without a `boot_id` the name is also the id, so names have to differ."""
     name = socket.gethostname()
-    return identity.read_text().strip() if identity.exists() else name, name
+    return boot_id() or name, name
 
 
 def load_average() -> tuple[float, float, float]:

@@ -7,8 +7,7 @@ from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.emulation.launch import BURST
 from lightning_autosync.measure.probe.constants import fit_constants
 from lightning_autosync.measure.probe.job import probe_hosts
-from lightning_autosync.measure.workers import WorkerPool
-from lightning_autosync.measure.workers.job_pool import JobPool
+from lightning_autosync.measure.session import Pool
 from lightning_autosync.replay import Bound, Constants
 from lightning_autosync.replay import least_step as least_step_of_links
 from lightning_autosync.workload import Workload
@@ -17,7 +16,7 @@ _BURST = 1024 * int(BURST.removesuffix("kb"))
 """Bytes of a burst, as configured in the token buckets of emulated links."""
 
 
-def probed_hosts(pool: WorkerPool | JobPool, cluster: ClusterSpec, scheduling: str) -> Constants:
+def probed_hosts(pool: Pool, cluster: ClusterSpec, scheduling: str) -> Constants:
     """Probe the constants of a pool's hosts; the constants of links are those of `emulated_hosts`.
 
     Raises:

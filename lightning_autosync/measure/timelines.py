@@ -25,6 +25,8 @@ def measure_timeline(
     The use of links is measured only on emulated links; otherwise the timeline has no links.
 
     Args:
+        cluster: cluster of the pool's workers.
+        pool: workers, one for each rank.
         warm_up: number of steps before the traced ones.
         steps: number of traced steps.
 

@@ -67,7 +67,7 @@ class AveragingWorker(Synchronizer):
     and step counts). It keeps its own hyperparameters.
 
     Args:
-        mesh: the mesh, whose first ranks are the workers; owned by the caller.
+        mesh: the mesh, whose ranks are the workers; owned by the caller.
         model: this worker's tensors, changed in place.
         coordinator: the coordinator on rank 0; None on other ranks.
         timeout: seconds to wait for other workers, at a barrier or for a group.

@@ -121,6 +121,7 @@ class TrainingSettings(ClusterSettings):
             raise ValueError(f"data: a model of kind '{self.model['kind']}' makes its own batches; leave data out")
         if self.cluster is None and self.launch.kind in ("emulated", "ssh"):
             raise ValueError(needs_cluster(self.launch.kind))
+        self._check_cluster()
         return self
 
 

@@ -13,3 +13,16 @@ from lightning_autosync.workload.description import (
     variable_names,
 )
 from lightning_autosync.workload.spec import Variable, Workload
+
+__all__ = [
+    "IGNORED",
+    "Variable",
+    "Workload",
+    "capture",
+    "catalogue",
+    "describe",
+    "shared_buffers",
+    "shared_parameters",
+    "shortened_rows",
+    "variable_names",
+]

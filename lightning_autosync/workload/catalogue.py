@@ -18,9 +18,17 @@ FLOPS_PER_SECOND = 5e12
 _MODELS: dict[str, Callable[..., LayerTrace]] = {
     model.__name__: model
     for model in (
-        *(models.vgg16, models.resnet50, models.resnet101),
-        *(models.densenet121, models.densenet169, models.densenet201, models.inception_v3),
-        *(models.bert_base, models.bert_large, models.gpt, models.ncf),
+        models.vgg16,
+        models.resnet50,
+        models.resnet101,
+        models.densenet121,
+        models.densenet169,
+        models.densenet201,
+        models.inception_v3,
+        models.bert_base,
+        models.bert_large,
+        models.gpt,
+        models.ncf,
     )
 }
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.lab.collection.drawing import Combination, DrawnPlan, draw_plans
@@ -35,9 +35,16 @@ _FAR = 3.0
 _PACKAGES = ("lightning-autosync", "torch", "numpy")
 
 
-_Measured = tuple[Sequence[Sequence[float]], float | None]
-"""By plan of a batch, seconds of each step of the slowest rank; and the number of cores that other processes kept busy,
-None if unknown."""
+class _Measured(NamedTuple):
+    """The measurement of a batch of plans.
+
+    Attributes:
+        steps: by plan, seconds of each step of the slowest rank.
+        foreign_cores: number of cores that other processes kept busy; None if unknown.
+    """
+
+    steps: Sequence[Sequence[float]]
+    foreign_cores: float | None
 
 
 @dataclass
@@ -152,13 +159,13 @@ class Collector:
         self.progress.stepping += sum(
             sum(taken) / len(taken) * (len(taken) + self._settings.warm_up) for taken in by_plan
         )
-        return by_plan, foreign
+        return _Measured(by_plan, foreign)
 
     def _entries(
         self, combination: Combination, drafts: list[DrawnPlan], batch: _Measured, environment: dict[str, Any]
     ) -> Iterator[Entry]:
         """The samples of a batch, the reference plan's first."""
-        by_plan, foreign = batch
+        foreign = batch.foreign_cores
         conditions = Conditions(
             environment=environment,
             seed=self._settings.seed,
@@ -167,8 +174,8 @@ class Collector:
             disturbed=foreign is not None and foreign > self._settings.quiet,
             measured_at=int(time.time()),
         )
-        reference = statistics.median(by_plan[0])
-        for draft, steps in zip(drafts, by_plan, strict=True):
+        reference = statistics.median(batch.steps[0])
+        for draft, steps in zip(drafts, batch.steps, strict=True):
             plan = SyncPlan.from_dict(draft.plan)
             sample = Sample(
                 combination.workload,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from lightning_autosync.cluster import ClusterSpec
@@ -120,7 +120,16 @@ class _Comparison:
             workload=self._workload.to_dict(),
             cluster=self._cluster.to_dict(),
             straggler={"slowdowns": [slowdown.model_dump() for slowdown in settings.speeds[speed]]},
-            budget={field.name: getattr(settings, field.name) for field in fields(TrainingBudget)},
+            budget=asdict(
+                TrainingBudget(
+                    pace=settings.pace,
+                    steps=settings.steps,
+                    limit=settings.limit,
+                    target=settings.target,
+                    patience=settings.patience,
+                    interval=settings.interval,
+                )
+            ),
             rate=rate,
             momentum=settings.momentum,
             seed=seed,

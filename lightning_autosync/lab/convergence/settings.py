@@ -113,6 +113,7 @@ class ConvergenceSettings(ClusterSettings):
             raise ValueError("launch: 'ssh' is not supported here; allowed: local, emulated")
         if self.launch.kind == "emulated" and self.cluster is None:
             raise ValueError("cluster: missing; launch=emulated needs one, for example cluster=four_equal")
+        self._check_cluster()
         return self
 
     @model_validator(mode="after")

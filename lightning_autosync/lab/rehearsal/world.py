@@ -44,6 +44,7 @@ class World:
 
     Attributes:
         space: space of plans on the known cluster.
+        known: known constants.
         hidden, links: true constants and true cluster.
     """
 

@@ -133,7 +133,10 @@ class Case:
 
     Attributes:
         cluster: cluster as emulated links show it.
+        family: model of the catalogue.
+        workload: workload of the scaled model.
         kind: how the plan was drawn: ``buckets``, the name of a builder, or ``free``.
+        plan: an exact plan.
     """
 
     cluster: ClusterSpec

@@ -45,6 +45,10 @@ def play(
 ) -> BenchResult:
     """Measure every contender in an open session.
 
+    Args:
+        preparation: preparation of these settings.
+        keep: as in `run_bench`.
+
     Raises:
         WorkerError: as in `run_bench`.
     """

@@ -152,6 +152,7 @@ class BenchSettings(ClusterSettings):
     def _check(self) -> BenchSettings:
         if self.emulated and self.cluster is None:
             raise ValueError(needs_cluster(self.launch.kind))
+        self._check_cluster()
         if self.cluster_scale != 1.0 and self.cluster_fastest is not None:
             raise ValueError("cluster_scale and cluster_fastest exclude each other; set one of them")
         self._check_periods()

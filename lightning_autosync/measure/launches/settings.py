@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
-from typing_extensions import Self
 
 from lightning_autosync.cluster import ClusterSpec, Rate
 from lightning_autosync.documents import Configuration, Record
@@ -98,7 +97,7 @@ class ClusterSettings(Configuration):
         cluster: cluster document; None is one machine.
         cluster_scale: factor on every rate of the cluster.
         cluster_fastest: bytes/s of the fastest link, to which all rates are scaled in proportion, instead of
-            ``cluster_scale``.
+            ``cluster_scale``. Bench and tune refuse both keys together.
         rank_order: ``natural`` keeps the cluster's order of ranks; ``interleaved`` alternates between the first and the
             second half of the nodes, the worst order for two racks.
     """
@@ -108,12 +107,11 @@ class ClusterSettings(Configuration):
     cluster_fastest: Rate | None = None
     rank_order: Literal["natural", "interleaved"] = "natural"
 
-    @model_validator(mode="after")
-    def _check_cluster(self) -> Self:
+    def _check_cluster(self) -> None:
+        """Refuse keys that need a cluster; for the subclasses, after their check of what the launch needs."""
         changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
         if self.cluster is None and changed:
             raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
-        return self
 
 
 AnyLaunch = Annotated[LaunchSettings | TorchrunSettings | SlurmSettings, Field(union_mode="left_to_right")]

@@ -48,8 +48,10 @@ def submit(
     """Submit a job in which every task calls ``function(**arguments)``; returns submitit's job.
 
     Args:
+        function: function that the nodes can import.
         arguments: arguments of the function.
         folder: folder for the batch script, logs and results, on a file system that the nodes share.
+        tasks_per_node: number of ranks on each node.
         parameters: further parameters of submitit's executor, such as ``slurm_partition`` or ``timeout_min``.
 
     Raises:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.connections import connect_pairs, own_address
-from lightning_autosync.measure.conditions import machine
+from lightning_autosync.measure.conditions import boot_id
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.flows import Arrival, RoundTrip, echo, loop, ping, ping_for, send_at_once, stream
 from lightning_autosync.measure.probe.survey import Flow
@@ -61,7 +61,8 @@ class Meter:
         bursts: bytes of the burst of each single flow measured.
 
     Raises:
-        LaunchError: on every rank, if the system is not Linux, whose kernel counts received bytes.
+        LaunchError: on every rank, if the system is not Linux, whose kernel counts received bytes, or if a rank cannot
+            read the id that tells its machine from others.
     """
 
     def __init__(self, head: float, window: float, timeout: float) -> None:
@@ -71,9 +72,13 @@ class Meter:
             )
         self._head, self._window, self._timeout = head, window, timeout
         self.rank = dist.get_rank()
-        identities = gather_json([*machine(), _namespace(), own_address()])
+        identities = gather_json([boot_id(), socket.gethostname(), _namespace(), own_address()])
         ranks: dict[tuple[str, str], list[int]] = {}
-        for rank, (kernel, _, namespace, _) in enumerate(identities):
+        for rank, (kernel, host, namespace, _) in enumerate(identities):
+            if kernel is None:
+                raise LaunchError(
+                    f"probe: rank {rank} on {host} cannot read /proc/sys/kernel/random/boot_id, the id of its machine"
+                )
             ranks.setdefault((kernel, namespace), []).append(rank)
         self.nodes = list(ranks.values())
         self.hosts = [identities[members[0]][1] for members in self.nodes]

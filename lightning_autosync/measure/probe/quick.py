@@ -45,7 +45,7 @@ def survey_job(timeout: float, limit: float = 10.0) -> JobSurvey:
             short. If the others take longer, rates remain unknown.
 
     Raises:
-        LaunchError: on every rank, if the system is not Linux.
+        LaunchError: on every rank, if the system is not Linux, or if a rank cannot read the id of its machine.
     """
     meter = MeshMeter(timeout, limit)
     hosts = Hosts(meter.nodes, node_names(meter.hosts), meter.addresses)
@@ -82,11 +82,15 @@ def compare_rates(described: ClusterSpec, timeout: float, limit: float = 2.0) ->
 
     Returns:
         On rank 0, phrases on links with their described and measured rates. The list is empty on other ranks, if rates
-        fit, and if they cannot be compared: the ranks run on other nodes than described, or cannot connect in time.
+        fit, and if they cannot be compared: the ranks run on other nodes than described,
+        a rank cannot read the id of its machine, or they cannot connect in time.
     """
     if sys.platform != "linux":
         return []
-    meter = MeshMeter(timeout, limit)
+    try:
+        meter = MeshMeter(timeout, limit)
+    except LaunchError:
+        return []
     places = [list(described.ranks_of(node)) for node in range(len(described.nodes))]
     if len(places) < 2 or sorted(places) != sorted(meter.nodes):
         return []

@@ -352,6 +352,7 @@ def serve(
         store: the store at which all processes of the job meet.
         rank: rank of this process; ranks of server-only processes follow those of the workers.
         size: number of workers and server-only processes.
+        secret: the job's secret.
         address: address of this process in the cluster's network; by default the one that faces ``MASTER_ADDR``.
         timeout: seconds in which all processes must meet.
         heartbeat: settings for the loss of silent processes.

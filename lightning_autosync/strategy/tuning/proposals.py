@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import counted
 from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.measure.conditions import usable_cores
+from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.description import check_cluster
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
@@ -78,10 +78,11 @@ def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: flo
                 "them, or give no cluster, so that the job measures its links"
             )
         return JobLinks(cluster, Constants(), "" if cluster.measured else "its rates are not given", "described")
-    if sys.platform != "linux":
+    try:
+        survey = survey_job(timeout, limit=probe)
+    except LaunchError as error:
         uniform = ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
-        return JobLinks(uniform, Constants(), "links can be measured on Linux only", "not measured")
-    survey = survey_job(timeout, limit=probe)
+        return JobLinks(uniform, Constants(), str(error), "not measured")
     cores = usable_cores() if survey.machines == 1 and dist.get_world_size() > 1 else None
     origin = f"links measured in {survey.seconds:.1f} s"
     return JobLinks(survey.cluster, Constants(cores=cores), survey.fault or "", origin)

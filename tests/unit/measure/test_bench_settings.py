@@ -43,6 +43,10 @@ def composed(*overrides: str) -> BenchSettings:
         ({"model": {"kind": "paced", "workload_file": "missing.yaml"}}, "model: missing.yaml: cannot be read"),
         ({"launch": {"kind": "slurm"}}, "launch=slurm: .*launch=local, emulated or ssh"),
         ({"launch": {"kind": "emulated"}}, "cluster: missing; launch=emulated needs one"),
+        (
+            {"launch": {"kind": "emulated"}, "cluster_fastest": "200 Mbit/s"},
+            "cluster: missing; launch=emulated needs one, for example cluster=fat_node_star",
+        ),
         ({"rank_order": "interleaved"}, "cluster: missing; cluster_scale, cluster_fastest and rank_order"),
         (
             {"cluster": STAR, "cluster_scale": 2.0, "cluster_fastest": 1e6},

@@ -15,6 +15,7 @@ from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.meter import Meter
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.measure.probe.survey import FairCluster, take_survey
+from lightning_autosync.strategy.tuning.proposals import find_links
 
 LATENCY = 30e-6
 ROUND = 0.1
@@ -219,3 +220,15 @@ def test_a_job_on_other_nodes_and_one_that_cannot_connect_are_not_compared(mesh:
     assert compare_rates(ClusterSpec.star(["100 Mbit/s"] * 4), 60.0) == []
     mesh(ClusterSpec.star(["1 Gbit/s"] * 3), fault="rank 1 cannot be reached")
     assert compare_rates(ClusterSpec.star(["100 Mbit/s"] * 3), 60.0) == []
+
+
+def test_a_machine_without_an_id_is_refused_because_host_names_may_be_equal(
+    mesh: MakeMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_autosync.measure.probe.meter.boot_id", lambda: None)
+    with pytest.raises(LaunchError, match=r"^probe: rank 0 on .* cannot read /proc/sys/kernel/random/boot_id"):
+        Meter(0.1, 0.1, 60.0)
+    assert compare_rates(resolve_cluster("four_equal"), 60.0) == []
+    links = find_links(None, nodes=2, devices=1, probe=5.0, timeout=60.0)
+    assert "boot_id" in links.describe()
+    assert not links.cluster.measured
