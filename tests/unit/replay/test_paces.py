@@ -44,6 +44,7 @@ TABLES = Workload(
         ("partitioned_ps", {}),
         ("byteps", {"topology": "star"}),
         ("packed_trees", {}),
+        ("gathered_rows", {}),
         ("all_reduce", {"topology": "tree", "bucket_bytes": 1}),
         ("all_reduce", {"topology": "ring", "compressor": Compressor(kind="powersgd", rank=2)}),
     ],
