@@ -8,6 +8,7 @@ are synchronized.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import networkx
 import pytest
@@ -20,8 +21,11 @@ from lightning_autosync.cluster import (
     binding_channels,
     resolve_cluster,
     shipped_clusters,
+    sketches,
     synchronization_limit,
 )
+from lightning_autosync.cluster.classes import RankClasses
+from lightning_autosync.cluster.columns import Packing
 from lightning_autosync.cluster.cuts import find_cuts
 from lightning_autosync.cluster.sketches import class_prices
 
@@ -151,6 +155,22 @@ def test_prices_of_classes_prove_their_bound(spec: ClusterSpec) -> None:
     if spec.world_size > 1 and (prices := class_prices(link_graph)) is not None:
         names = [channel.name for channel in link_graph.channels]
         check_prices(spec, float(link_graph.capacities @ prices), dict(zip(names, prices.tolist(), strict=True)))
+
+
+def test_prices_of_classes_that_are_a_little_too_low_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column generation may end with prices under which a tree costs less than 1 by its tolerance."""
+    spec = ClusterSpec.racks(racks=2, nodes_per_rack=3, bandwidth=5e6, uplink=2e6)
+    link_graph, solve = LinkGraph(spec), sketches.sketch_packing
+
+    def solved(classes: RankClasses) -> Packing[sketches.Sketch]:
+        packing = solve(classes)
+        return replace(packing, prices=(1 - 1e-6) * packing.prices)
+
+    monkeypatch.setattr(sketches, "sketch_packing", solved)
+    prices = class_prices(link_graph)
+    assert prices is not None
+    names = [channel.name for channel in link_graph.channels]
+    check_prices(spec, float(link_graph.capacities @ prices), dict(zip(names, prices.tolist(), strict=True)))
 
 
 def test_a_bound_cannot_be_changed_by_its_caller() -> None:
