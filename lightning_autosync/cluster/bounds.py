@@ -7,9 +7,10 @@ seconds and rates in bytes/s. Latencies and protocol overheads are left out, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy
 from numpy.typing import NDArray
@@ -31,13 +32,13 @@ class Limit:
         cuts: cuts that bound the rate, the slowest first; empty for one rank.
         exact: whether trees over all routes reach the bound; otherwise it is a *cut bound*, and the best method may be
             slower.
-        prices: price of a byte on each channel of the slowest cut, by "source > target"; other channels are free. A
-            synchronized byte costs at least 1 on any routes, and the bandwidths of the channels cost `rate`.
+        prices: price of a byte on each channel of the slowest cut, by "source > target", read-only; other channels are
+            free. A synchronized byte costs at least 1 on any routes, and the bandwidths of the channels cost `rate`.
     """
 
     cuts: tuple[Cut, ...]
     exact: bool
-    prices: dict[str, float] = field(default_factory=dict)
+    prices: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     @property
     def rate(self) -> float:
@@ -92,13 +93,14 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
     exact = True
     if ways_up := _one_switch(spec):
         cuts = one_switch_cuts(link_graph.capacities[ways_up].tolist(), ways_up)
-    elif (prices := _prices(link_graph)) is not None:
-        priced = numpy.flatnonzero(prices)
-        cuts = [Cut.priced(link_graph, priced, prices[priced])]
+    elif (of_channels := _prices(link_graph)) is not None:
+        priced = numpy.flatnonzero(of_channels)
+        cuts = [Cut.priced(link_graph, priced, of_channels[priced])]
     else:
         cuts, exact = find_cuts(link_graph), False
     slowest = zip(cuts[0].channels.tolist(), cuts[0].prices.tolist(), strict=True)
-    return Limit(tuple(cuts), exact, {link_graph.channels[index].name: price for index, price in slowest})
+    prices = {link_graph.channels[index].name: price for index, price in slowest}
+    return Limit(tuple(cuts), exact, MappingProxyType(prices))
 
 
 def _prices(link_graph: LinkGraph) -> NDArray[numpy.float64] | None:
@@ -109,8 +111,9 @@ def _prices(link_graph: LinkGraph) -> NDArray[numpy.float64] | None:
 def binding_channels(spec: ClusterSpec) -> dict[str, float]:
     """Share of each channel in the bound on the rate, by "source > target", the largest first; the shares sum to 1.
 
-    The bound rises by this share of a percent if the channel gets a percent faster, as long as the prices of
-    `synchronization_limit` stay the best.
+    The bound rises by at most this share of a percent if the channel gets a percent faster. It may rise by less: the
+    prices of `synchronization_limit` still prove a bound then, but other prices may prove a lower one. Of a symmetric
+    link, both directions have the same share.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.

@@ -16,20 +16,29 @@ from scipy.sparse import csc_array
 
 from lightning_autosync.cluster.columns import Packing, Vector, cheapest_weights, generate_columns
 from lightning_autosync.cluster.link_graph import LinkGraph
-from lightning_autosync.cluster.packing import filling_rate
+from lightning_autosync.cluster.packing import arc_costs, drop_small, filling_rate
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.cluster.trees import Parents, chains, height, hierarchical_trees, least_arborescence, root_at
+from lightning_autosync.cluster.trees import (
+    Parents,
+    chains,
+    height,
+    hierarchical_tree,
+    hierarchical_trees,
+    least_arborescence,
+    root_at,
+)
 
 Bundle = tuple[Parents, ...]
 """[ranks] the broadcast tree from each rank."""
 
 MOST_RANKS = 16
-"""Largest number of ranks for which bundles are generated; with more, the program has only the bundles it begins with:
-each rank sends to every other rank, or along trees that follow nodes and racks."""
+"""Largest number of ranks for which bundles are generated. With more, each rank sends to every other rank, or along one
+tree for each depth that follows nodes and racks."""
 _RATE_KEPT = 0.97
 """Share of the best rate for which flat trees, then few bundles are preferred: rows are few, so that each further hop
 and each further frame counts."""
-_LEAST_WEIGHT = 0.02
+_RATE_KEPT_IN_ALL = 0.96
+_SMALLEST_WEIGHTS = (0.02, 0.005, 0.001, 0.0)
 _WORTH_OF_RATE = 0.5  # in levels of height
 
 
@@ -64,9 +73,10 @@ def pack_broadcasts(spec: ClusterSpec) -> BroadcastPacking:
     if (rate := filling_rate(_load([direct], link_graph) @ numpy.ones(1), capacities)) >= _RATE_KEPT * packing.rate:
         return BroadcastPacking(rate, (1.0,), (direct,))
     weights = _flat_weights(packing, capacities, spec.world_size)
+    rate, weights = drop_small(weights, packing, capacities, _RATE_KEPT_IN_ALL * packing.rate, _SMALLEST_WEIGHTS)
     order = [int(index) for index in numpy.argsort(-weights, kind="stable") if weights[index] > 0]
     return BroadcastPacking(
-        filling_rate(packing.loads @ weights, capacities),
+        rate,
         tuple(float(weights[index]) for index in order),
         tuple(packing.columns[index] for index in order),
     )
@@ -79,20 +89,20 @@ def direct_bundle(ranks: int) -> Bundle:
 
 def _best(link_graph: LinkGraph) -> Packing[Bundle]:
     count = link_graph.world_size
-    arcs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    arc_loads = link_graph.load_rows([arc] for arc in arcs)
+
+    def load(bundles: Sequence[Bundle]) -> csc_array:
+        return _load(bundles, link_graph)
+
+    # Each bundle is count^2 numbers, and its load needs count^2 routes; so with many ranks a few bundles have to do.
+    if count > MOST_RANKS:
+        return generate_columns(link_graph.capacities, _few_seeds(link_graph.spec), load, lambda _: ())
+    costs = arc_costs(link_graph)
 
     def price(duals: Vector) -> Iterator[Bundle]:
-        if count > MOST_RANKS:
-            return
-        cost = numpy.zeros((count, count))
-        for arc, value in zip(arcs, arc_loads @ duals, strict=True):
-            cost[arc] = value
+        cost = costs(duals)
         yield tuple(least_arborescence(cost, root) for root in range(count))
 
-    return generate_columns(
-        link_graph.capacities, _seeds(link_graph.spec), lambda bundles: _load(bundles, link_graph), price
-    )
+    return generate_columns(link_graph.capacities, _seeds(link_graph.spec), load, price)
 
 
 def _seeds(spec: ClusterSpec) -> Iterator[Bundle]:
@@ -100,6 +110,16 @@ def _seeds(spec: ClusterSpec) -> Iterator[Bundle]:
     yield direct_bundle(ranks)
     for tree in (*hierarchical_trees(spec.hierarchy(), ranks), *chains(ranks)):
         yield tuple(root_at(tree, root, ranks) for root in range(ranks))
+
+
+def _few_seeds(spec: ClusterSpec) -> Iterator[Bundle]:
+    """The direct bundle, and for each depth of the hierarchy the bundle in which each rank is the hub of its tree."""
+    ranks, hierarchy = spec.world_size, spec.hierarchy()
+    yield direct_bundle(ranks)
+    for depth in range(1, len(hierarchy) + 1):
+        yield tuple(
+            root_at(hierarchical_tree(hierarchy[:depth], ranks, root, root), root, ranks) for root in range(ranks)
+        )
 
 
 def _load(bundles: Sequence[Bundle], link_graph: LinkGraph) -> csc_array:
@@ -113,13 +133,10 @@ def _arcs(bundle: Iterable[Parents]) -> Iterator[tuple[int, int]]:
 
 
 def _flat_weights(packing: Packing[Bundle], capacities: Vector, ranks: int) -> Vector:
-    """[bundles] weights that sum to 1, of flat trees that spread the forwarding over the ranks; small ones are 0."""
+    """[bundles] weights of flat trees that spread the forwarding over the ranks, near the best rate."""
     heights = numpy.array([sum(map(height, bundle)) / ranks for bundle in packing.columns])
     sent = numpy.zeros((ranks, len(packing.columns)))
     for index, bundle in enumerate(packing.columns):
         for source, _ in _arcs(bundle):
             sent[source, index] += 1 / ranks**2
-    weights = cheapest_weights(packing, capacities, _RATE_KEPT * packing.rate, heights - 1 - _WORTH_OF_RATE, sent)
-    shares = weights / weights.sum()
-    kept = numpy.where(shares >= _LEAST_WEIGHT, shares, 0.0)
-    return numpy.asarray(kept / kept.sum() if kept.any() else shares)
+    return cheapest_weights(packing, capacities, _RATE_KEPT * packing.rate, heights - 1 - _WORTH_OF_RATE, sent)

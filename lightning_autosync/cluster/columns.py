@@ -17,6 +17,7 @@ Vector = NDArray[numpy.float64]
 Column = TypeVar("Column", bound=Hashable)
 
 _TOLERANCE = 1e-6
+_TRACE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,15 @@ def _optimize(costs: Vector, rows: csc_array, limits: Vector) -> Any:
     if not result.success:
         raise ClusterError(f"tree packing: the linear program failed: {result.message}")
     return result
+
+
+def without_traces(prices: Vector, capacities: Vector) -> Vector:
+    """[channels] the prices, 0 where the share in the cost of all capacities is below a billionth.
+
+    The solver leaves such prices on channels that do not bind.
+    """
+    costs = prices * capacities
+    return numpy.where(costs < _TRACE * costs.sum(), 0.0, prices)
 
 
 def both_ways(prices: Vector) -> Vector:

@@ -32,14 +32,19 @@ class Cut:
     Attributes:
         rate: largest rate of synchronization over the cut, in bytes/s.
         links: bytes that are synchronized at once for each byte of burst per direction of a link.
-        channels: indices of the priced channels in :class:`LinkGraph`.
-        prices: price of a byte on each of ``channels``; their capacities cost ``rate``.
+        channels: indices of the priced channels in :class:`LinkGraph`; read-only.
+        prices: price of a byte on each of ``channels``; their capacities cost ``rate``; read-only.
     """
 
     rate: float
     links: float
     channels: NDArray[numpy.int64] = field(compare=False, repr=False)
     prices: NDArray[numpy.float64] = field(compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Bounds are cached, and a caller must not change them for the next one.
+        self.channels.setflags(write=False)
+        self.prices.setflags(write=False)
 
     @classmethod
     def priced(cls, link_graph: LinkGraph, channels: NDArray[numpy.int64], prices: NDArray[numpy.float64]) -> Cut:
@@ -61,9 +66,11 @@ def one_switch_cuts(bandwidths: Sequence[float], channels: Sequence[int]) -> lis
     """
     count, slowest = len(bandwidths), int(numpy.argmin(bandwidths))
     crossings = 2 * (count - 1)
-    one = Cut(bandwidths[slowest], 1.0, numpy.array([channels[slowest]]), numpy.ones(1))
+    # Both directions bind alike, so each gets half of the price, as in `both_ways`.
+    ways = numpy.array([(channel, channel ^ 1) for channel in channels])
+    one = Cut(bandwidths[slowest], 1.0, ways[slowest], numpy.full(2, 0.5))
     every = Cut(
-        sum(bandwidths) / crossings, count / crossings, numpy.array(channels), numpy.full(count, 1.0 / crossings)
+        sum(bandwidths) / crossings, count / crossings, ways.reshape(-1), numpy.full(2 * count, 0.5 / crossings)
     )
     return undominated([one, every])
 
@@ -97,12 +104,9 @@ class _PlaceGraph:
     """
 
     def __init__(self, link_graph: LinkGraph) -> None:
-        channels = link_graph.channels
-        names = dict.fromkeys(end for channel in channels for end in (channel.source, channel.target))
-        index = {name: number for number, name in enumerate(names)}
+        index = link_graph.places
         self._count = len(index)
-        self._sources = numpy.array([index[channel.source] for channel in channels])
-        self._targets = numpy.array([index[channel.target] for channel in channels])
+        self._sources, self._targets = link_graph.arcs
         self._link_graph = link_graph
         self._ends = numpy.array([index[end] for end in link_graph.ends])
         self.by_rank = self._nowhere()

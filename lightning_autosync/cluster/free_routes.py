@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from scipy.sparse import csc_array, csr_array
 from scipy.sparse.csgraph import dijkstra
 
-from lightning_autosync.cluster.columns import both_ways, generate_columns
+from lightning_autosync.cluster.columns import Vector, both_ways, generate_columns, without_traces
 from lightning_autosync.cluster.link_graph import LinkGraph
-from lightning_autosync.cluster.packing import best_packing
+from lightning_autosync.cluster.packing import best_packing, transfers_of
 from lightning_autosync.cluster.trees import least_arborescence, least_tree
 
-Vector = NDArray[numpy.float64]
 Transfers = list[tuple[int, int]]
 
 Loads = tuple[int, ...]
@@ -47,6 +46,7 @@ def channel_prices(link_graph: LinkGraph) -> Vector:
         prices = generate_columns(link_graph.capacities, _columns(packing.loads), routes.loads, routes.trees).prices
     if link_graph.symmetric:
         prices = both_ways(prices)
+    prices = without_traces(prices, link_graph.capacities)
     # A pair of trees may still cost less than 1 by the tolerance of the generation, but a bound has to hold for it too.
     least = float((routes.loads(list(routes.trees(prices))).T @ prices).min())
     return prices / min(least, 1.0)
@@ -63,15 +63,12 @@ class _CheapestRoutes:
     """The cheapest trees and routes of a cluster under prices of its channels."""
 
     def __init__(self, link_graph: LinkGraph) -> None:
-        channels = link_graph.channels
-        names = dict.fromkeys(end for channel in channels for end in (channel.source, channel.target))
-        index = {name: number for number, name in enumerate(names)}
-        arcs = [(index[channel.source], index[channel.target]) for channel in channels]
+        places = link_graph.places
         self._symmetric = link_graph.symmetric
-        self._ends = numpy.array([index[end] for end in link_graph.ends])
-        self._channel_of = {arc: number for number, arc in enumerate(arcs)}
-        self._arcs = tuple(numpy.array(arcs).T)
-        self._shape = len(index), len(index)
+        self._ends = numpy.array([places[end] for end in link_graph.ends])
+        self._channel_of = {arc: number for number, arc in enumerate(zip(*link_graph.arcs.tolist(), strict=True))}
+        self._arcs = tuple(link_graph.arcs)
+        self._shape = len(places), len(places)
 
     def loads(self, columns: Sequence[Loads]) -> csc_array:
         """The numbers of uses, as a sparse matrix [channels, columns]."""
@@ -100,11 +97,7 @@ class _CheapestRoutes:
             if self._symmetric:
                 yield sorted(least_tree(cost, root))
                 continue
-            up, down = least_arborescence(cost.T, root), least_arborescence(cost, root)
-            yield [
-                *((rank, parent) for rank, parent in enumerate(up) if parent >= 0),
-                *((parent, rank) for rank, parent in enumerate(down) if parent >= 0),
-            ]
+            yield transfers_of((least_arborescence(cost.T, root), least_arborescence(cost, root)))
 
     def _path(self, i: int, j: int, before: NDArray[numpy.int32]) -> list[int]:
         """Channels of the shortest path between two ranks; ``before`` [ranks, places] is the place before each."""

@@ -85,6 +85,18 @@ class LinkGraph:
         """[channels] 1 for the cluster's links, whose idle directions may pass a burst; 0 for local links."""
         return (numpy.arange(len(self.channels)) < 2 * len(self.spec.links)).astype(float)
 
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Number of each place that a channel connects, in the order of the channels."""
+        names = dict.fromkeys(end for channel in self.channels for end in (channel.source, channel.target))
+        return {name: number for number, name in enumerate(names)}
+
+    @cached_property
+    def arcs(self) -> NDArray[numpy.int64]:
+        """[2, channels] numbers of the places at which each channel starts and ends."""
+        ends = [(self.places[channel.source], self.places[channel.target]) for channel in self.channels]
+        return numpy.array(ends, dtype=numpy.int64).reshape(-1, 2).T
+
     @property
     def symmetric(self) -> bool:
         """Whether every link has the same rate in both directions; then ``route(j, i)`` mirrors ``route(i, j)``."""
@@ -95,8 +107,7 @@ class LinkGraph:
     @property
     def single_routes(self) -> bool:
         """Whether the links form a tree, so that there is only one way between any two places."""
-        places = {end for channel in self.channels for end in (channel.source, channel.target)}
-        return len(places) == len(self.channels) // 2 + 1
+        return len(self.places) == len(self.channels) // 2 + 1
 
     def route(self, i: int, j: int) -> tuple[int, ...]:
         """Indices of the channels from rank ``i`` to rank ``j``, in order; empty if they are the same."""
@@ -160,7 +171,7 @@ class LinkGraph:
     @cached_property
     def _graph(self) -> networkx.DiGraph:
         graph = networkx.DiGraph()
-        graph.add_nodes_from(end for channel in self.channels for end in (channel.source, channel.target))
+        graph.add_nodes_from(self.places)
         graph.add_nodes_from(self.ends)
         for index, channel in enumerate(self.channels):
             graph.add_edge(channel.source, channel.target, weight=self._length(index))

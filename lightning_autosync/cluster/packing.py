@@ -10,7 +10,8 @@ and a broadcast tree with the same root are packed, up to `EXACT_RANKS` ranks. T
 then two minimum spanning arborescences.
 
 Beyond `EXACT_RANKS` ranks the program is solved for classes of alike ranks (:mod:`.sketches`), if the cluster has them,
-and its solution is spread over the ranks of each class (:mod:`.spreading`).
+and its solution is spread over the ranks of each class (:mod:`.spreading`). Without classes the program over all pairs
+of ranks is solved for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy
-from numpy.typing import NDArray
 from scipy.sparse import csc_array, csr_array
 
 from lightning_autosync.cluster.classes import RankClasses, rank_classes
-from lightning_autosync.cluster.columns import Packing, cheapest_weights, generate_columns
+from lightning_autosync.cluster.columns import Packing, Vector, cheapest_weights, generate_columns
 from lightning_autosync.cluster.link_graph import LinkGraph
 from lightning_autosync.cluster.sketches import Sketch, sketch_packing
 from lightning_autosync.cluster.spec import ClusterSpec
@@ -46,9 +46,8 @@ from lightning_autosync.cluster.trees import (
 )
 
 EXACT_RANKS = 64
-"""Largest number of ranks for which the program over all pairs of ranks is solved if there are classes of alike ranks.
-
-Pairs of trees are not packed beyond it."""
+"""Largest number of ranks for which pairs of trees are packed. Beyond it, classes of alike ranks are used if there are
+any."""
 
 TreePair = tuple[Parents, Parents]
 """A reduce tree and a broadcast tree with the same root."""
@@ -88,11 +87,11 @@ class TreePacking:
 
 @lru_cache(maxsize=64)
 def pack_trees(spec: ClusterSpec) -> TreePacking:
-    """A few shallow trees that reach at least 98% of the best packing's rate.
+    """A few shallow trees that reach at least 98% of the best packing's rate, with one exception.
 
-    They are pairs of trees only where single trees do not reach that rate, because links are asymmetric. With more than
-    `EXACT_RANKS` ranks they are always single trees. If the ranks fall into classes, and 128 trees do not reach 98%,
-    they are the best trees that were found.
+    Up to `EXACT_RANKS` ranks, they are pairs of trees where single trees do not reach that rate because links are
+    asymmetric. With more ranks they are always single trees, and the best rate is that of single trees. The exception
+    is more ranks that fall into classes: if 128 trees do not reach 98%, the best trees that were found are returned.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -112,7 +111,7 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
 
 def _few_trees(packing: Packing[EdgeTree] | Packing[TreePair], link_graph: LinkGraph) -> TreePacking:
     weights = _shallow_weights(packing, link_graph.capacities, link_graph.world_size)
-    rate, weights = _drop_small(weights, packing, link_graph.capacities)
+    rate, weights = drop_small(weights, packing, link_graph.capacities, _RATE_KEPT_IN_ALL * packing.rate)
     return TreePacking(rate, _root_trees(packing.columns, weights, link_graph.world_size))
 
 
@@ -120,7 +119,7 @@ def _spread_packing(classes: RankClasses) -> TreePacking:
     """The fewest trees that reach enough of the best rate; if none do, those that reach most."""
     packing = sketch_packing(classes)
     shares = _shallow_sketches(packing, classes)
-    reached: dict[float, tuple[list[EdgeTree], NDArray[numpy.float64]]] = {}
+    reached: dict[float, tuple[list[EdgeTree], Vector]] = {}
     for count in _TREES_OF_CLASSES:
         divided = [
             (sketch, share / turns)
@@ -148,7 +147,7 @@ def _shallow_sketches(packing: Packing[Sketch], classes: RankClasses) -> list[tu
     costs = heights - heights.min() - _WORTH_OF_RATE
     goal = _RATE_KEPT_OF_SKETCHES * packing.rate
     weights = cheapest_weights(packing, classes.capacities, goal, costs, numpy.zeros((1, len(trees))))
-    _, kept = _drop_small(weights, packing, classes.capacities)
+    _, kept = drop_small(weights, packing, classes.capacities, _RATE_KEPT_IN_ALL * packing.rate)
     return [(sketch, share) for sketch, share in zip(packing.columns, kept.tolist(), strict=True) if share > 0]
 
 
@@ -178,24 +177,34 @@ def mirrored_packing(link_graph: LinkGraph) -> Packing[EdgeTree]:
 
 def paired_packing(link_graph: LinkGraph) -> Packing[TreePair]:
     """The best packing of pairs of trees with the same root, one for the reduce and one for the broadcast."""
-    count = link_graph.world_size
-    arcs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    arc_loads = link_graph.load_rows([arc] for arc in arcs)
+    count, costs = link_graph.world_size, arc_costs(link_graph)
 
     def load(pairs: Sequence[TreePair]) -> csc_array:
-        return link_graph.load_rows(map(_transfers, pairs)).T.tocsc()
+        return link_graph.load_rows(map(transfers_of, pairs)).T.tocsc()
 
-    def price(duals: NDArray[numpy.float64]) -> Iterator[TreePair]:
-        cost = numpy.zeros((count, count))
-        for arc, value in zip(arcs, arc_loads @ duals, strict=True):
-            cost[arc] = value
+    def price(duals: Vector) -> Iterator[TreePair]:
+        cost = costs(duals)
         for root in range(count):
             yield least_arborescence(cost.T, root), least_arborescence(cost, root)
 
     return generate_columns(link_graph.capacities, _pair_seeds(count), load, price)
 
 
-def _transfers(pair: TreePair) -> list[tuple[int, int]]:
+def arc_costs(link_graph: LinkGraph) -> Callable[[Vector], Vector]:
+    """A function from prices [channels] to the cost [source, target] of the route between each two ranks."""
+    count = link_graph.world_size
+    between = ~numpy.eye(count, dtype=bool)
+    loads = link_graph.load_rows([(int(i), int(j))] for i, j in numpy.argwhere(between))
+
+    def costs(prices: Vector) -> Vector:
+        cost = numpy.zeros((count, count))
+        cost[between] = loads @ prices
+        return cost
+
+    return costs
+
+
+def transfers_of(pair: TreePair) -> list[tuple[int, int]]:
     """Pairs of source and target rank: up the first tree to its root, then down the second tree."""
     upward, downward = pair
     up = [(rank, parent) for rank, parent in enumerate(upward) if parent >= 0]
@@ -218,10 +227,10 @@ def _seeds(spec: ClusterSpec) -> Iterator[EdgeTree]:
     yield from chains(spec.world_size)
 
 
-def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[NDArray[numpy.float64]], Iterator[EdgeTree]]:
+def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[Vector], Iterator[EdgeTree]]:
     upper = numpy.triu_indices(world_size, k=1)
 
-    def price(duals: NDArray[numpy.float64]) -> Iterator[EdgeTree]:
+    def price(duals: Vector) -> Iterator[EdgeTree]:
         cost = numpy.zeros((world_size, world_size))
         cost[upper] = pair_loads @ duals
         cost += cost.T
@@ -230,9 +239,7 @@ def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[NDArray[numpy.
     return price
 
 
-def _shallow_weights(
-    packing: Packing[Any], capacities: NDArray[numpy.float64], world_size: int
-) -> NDArray[numpy.float64]:
+def _shallow_weights(packing: Packing[Any], capacities: Vector, world_size: int) -> Vector:
     """Weights near the best rate that prefer shallow trees, then a high rate, then an even share of work.
 
     One level of height outweighs any gain in rate, because shallow trees need less data to fill their pipeline. A
@@ -242,30 +249,38 @@ def _shallow_weights(
     degrees = numpy.zeros((world_size, len(packing.columns)))
     for index, column in enumerate(packing.columns):
         paired = isinstance(column, tuple)
-        for edge in _transfers(column) if paired else column:
+        for edge in transfers_of(column) if paired else column:
             degrees[list(edge), index] += 0.5 if paired else 1
     goal = packing.rate * _RATE_KEPT_FOR_SHALLOW
     work = degrees * (_WORTH_OF_WORK / world_size)
     return cheapest_weights(packing, capacities, goal, heights - heights.min() - _WORTH_OF_RATE, work)
 
 
-def _drop_small(
-    weights: NDArray[numpy.float64], packing: Packing[Any], capacities: NDArray[numpy.float64]
-) -> tuple[float, NDArray[numpy.float64]]:
-    """The rate and the normalized weights without the smallest trees; fewer are dropped if that costs too much rate."""
+def drop_small(
+    weights: Vector,
+    packing: Packing[Any],
+    capacities: Vector,
+    goal: float,
+    thresholds: Sequence[float] = _SMALLEST_WEIGHTS,
+) -> tuple[float, Vector]:
+    """The rate and the normalized weights [columns] without the smallest columns of a packing.
+
+    Columns with at most the first of ``thresholds`` as their share are dropped. If the others do not reach the rate
+    ``goal``, the next threshold counts; the last threshold is 0.
+    """
     shares = weights / weights.sum()
-    for smallest in _SMALLEST_WEIGHTS:
+    for smallest in thresholds:
         kept = numpy.where(shares > smallest, shares, 0.0)
         if not kept.any():
             continue
         kept /= kept.sum()
         rate = filling_rate(packing.loads @ kept, capacities)
-        if rate >= _RATE_KEPT_IN_ALL * packing.rate:
+        if rate >= goal:
             break
     return rate, kept
 
 
-def filling_rate(loads: NDArray[numpy.float64], capacities: NDArray[numpy.float64]) -> float:
+def filling_rate(loads: Vector, capacities: Vector) -> float:
     """Bytes/s at which the first channel is full, if each byte loads the channels by ``loads``."""
     used = loads > 0
     return float((capacities[used] / loads[used]).min())
@@ -278,9 +293,7 @@ def _least_height(tree: EdgeTree | TreePair, world_size: int) -> float:
     return height(root_at(tree, centres(tree, world_size)[0], world_size))
 
 
-def _root_trees(
-    trees: Sequence[EdgeTree | TreePair], weights: NDArray[numpy.float64], world_size: int
-) -> tuple[PackedTree, ...]:
+def _root_trees(trees: Sequence[EdgeTree | TreePair], weights: Vector, world_size: int) -> tuple[PackedTree, ...]:
     """Each used tree, rooted at its centre; of two centres, the rank with less weight as a root so far is chosen.
 
     A pair of trees has a root already. If both trees have the same edges it needs no broadcast tree.

@@ -7,7 +7,10 @@ tree matters. A *sketch* says these numbers. The dual prices of this program are
 least 1 under them, because it costs what its sketch costs. So they bound the full program as its own prices do.
 
 The cheapest tree follows from Kruskal's algorithm on whole classes: edges of one kind cost the same, and adding all of
-them joins classes at once. Under any prices, of two classes the one whose ranks are cheaper to reach has been joined
+them joins classes at once. Let whole(a) be the cost of the dearest edges that join all ranks of class a. Then
+cost(a, b) >= min(whole(a), whole(b)) under any prices. For the route of an edge between nodes of a and b is the way out
+of both nodes to the places at which the links of the classes end, and the route between these places. An edge inside a
+class uses the way out of two of its nodes only. So of two classes, the one whose nodes are cheaper to leave is joined
 before an edge between both is as cheap.
 """
 
@@ -20,7 +23,7 @@ import numpy
 from scipy.sparse import csc_array
 
 from lightning_autosync.cluster.classes import RankClasses, rank_classes
-from lightning_autosync.cluster.columns import Packing, Vector, both_ways, generate_columns
+from lightning_autosync.cluster.columns import Packing, Vector, both_ways, generate_columns, without_traces
 from lightning_autosync.cluster.link_graph import LinkGraph
 
 RANKS, NODES, WHOLE = range(3)
@@ -83,8 +86,13 @@ def class_prices(link_graph: LinkGraph) -> Vector | None:
     classes = rank_classes(link_graph) if link_graph.symmetric and link_graph.single_routes else None
     if classes is None:
         return None
-    prices: Vector = sketch_packing(classes).prices[classes.orbit]
-    return both_ways(prices)
+    prices = without_traces(sketch_packing(classes).prices, classes.capacities)
+    # A tree may still cost less than 1 by the tolerance of the generation, but a bound has to hold for it too.
+    costs = classes.rows @ prices
+    cheapest = (least_sketch(costs, hub, classes) for hub in range(len(classes)))
+    least = min(float(edge_counts(sketch, classes) @ costs) for sketch in cheapest)
+    of_channels: Vector = prices[classes.orbit] / min(least, 1.0)
+    return both_ways(of_channels)
 
 
 def edge_counts(sketch: Sketch, classes: RankClasses) -> Vector:

@@ -46,16 +46,17 @@ def hierarchical_trees(hierarchy: Sequence[Groups], world_size: int) -> Iterator
         for group in hierarchy[0]:
             for place, hub in enumerate(group):
                 for turn in range(max(map(len, hierarchy[0]))):
-                    yield _hierarchical_tree(hierarchy[:depth], world_size, hub, place + turn)
+                    yield hierarchical_tree(hierarchy[:depth], world_size, hub, place + turn)
 
 
-def _hierarchical_tree(hierarchy: Sequence[Groups], world_size: int, hub: int, turn: int) -> EdgeTree:
+def hierarchical_tree(hierarchy: Sequence[Groups], world_size: int, hub: int, turn: int) -> EdgeTree:
+    """One of the `hierarchical_trees`; ``turn`` is the place of each group's leader, modulo the size of the group."""
     edges = []
     leaders = list(range(world_size))
     for groups in hierarchy:
-        chosen = []
+        chosen, below = [], set(leaders)
         for group in groups:
-            candidates = [rank for rank in leaders if rank in group]
+            candidates = [rank for rank in group if rank in below]
             leader = hub if hub in candidates else candidates[turn % len(candidates)]
             edges += [(leader, rank) for rank in candidates if rank != leader]
             chosen.append(leader)

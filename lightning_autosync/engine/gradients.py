@@ -18,6 +18,8 @@ from lightning_autosync.plan.schedule import Message
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 """Integers by their bytes."""
+_SCANNED_BYTES = 4 * 2**20
+"""Bytes of a table that are searched at once. The indices of words that are not zero take up to four times as many."""
 
 
 class MessageGradients(ABC):
@@ -387,12 +389,17 @@ def touched_rows(table: Tensor) -> Tensor:
     """Ascending indices of the rows of ``table`` [rows, width] with an element that is not zero."""
     if table.device.type != "cpu" or not table.is_contiguous():
         return table.any(dim=1).nonzero().view(-1)
-    # `any` on each row reads the table many times slower than `nonzero` reads it as long words. (A row of negative
-    # zeros then counts as touched, which changes no sum.)
+    # `any` on each row reads the table many times slower than `nonzero` reads it as long words. But a word of negative
+    # zeros is not zero, so `any` has the last word on the rows that are found.
     row_bytes, offset = table.shape[1] * table.itemsize, table.storage_offset() * table.itemsize
     size = next(size for size in (8, 4, 2) if row_bytes % size == 0 and offset % size == 0)
-    words = table.view(-1).view(_WORDS[size])
-    return torch.unique_consecutive(words.nonzero().view(-1) // (row_bytes // size))
+    length, found = max(1, _SCANNED_BYTES // max(1, row_bytes)), []
+    for start in range(0, len(table), length):
+        block = table[start : start + length]
+        words = block.view(-1).view(_WORDS[size]).nonzero().view(-1)
+        rows = torch.unique_consecutive(words // (row_bytes // size))
+        found.append(rows[block[rows].any(dim=1)] + start)
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
 
 
 def _like(gradient: Tensor, values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class Bound:
         compute: seconds of computation in a step on the slowest node.
         meaning: description of the bound for reports.
         exact: True if the synchronization rate behind the bound can be reached; False for a cut bound, which is used
-            where the cluster is too large to compute that rate.
+            where the cluster is too large to compute that rate (see `synchronization_limit`).
         binding: share of each channel in the bound on the rate of synchronization, by "source > target", the largest
             first (`binding_channels`); empty for one rank.
     """

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from lightning_autosync.cluster.units import FRAMING
 from lightning_autosync.documents import Document, Integer, Record
+from lightning_autosync.plan.builders.rows import ADDING_RATE
 
 FASTEST = 1e30
 """Bytes/s of an ideal host: large enough that its costs vanish."""
@@ -28,7 +29,7 @@ class CodecRates(Record):
     int8: _Rate = 7.2e9
     topk: _Rate = 0.52e9
     powersgd: _Rate = 4.6e9
-    rows: _Rate = 1.3e9
+    rows: _Rate = ADDING_RATE
 
     def seconds_per_byte(self, kind: str) -> float:
         """Seconds per byte for a compressor's kind or ``rows``; 0 for ``none``."""

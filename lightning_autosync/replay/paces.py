@@ -90,6 +90,8 @@ def _carry(
                     continue
                 up, down = place[rank * ranks + parent], place[parent * ranks + rank]
                 carried[stage, up if way == 0 else down] += flows.copies[flow] * flows.wire[flow]
+                if ways[0] < 0:
+                    continue  # as in the engine, rows that travel once count in no pipeline
                 for pair in (up, down):
                     pieces[stage, pair] = max(pieces[stage, pair], flows.pieces[flow])
                     further[stage, pair] = max(further[stage, pair], hops)

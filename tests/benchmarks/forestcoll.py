@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from random import Random
 
-import networkx
 import numpy
 from rich.console import Console
 from rich.table import Table
@@ -27,10 +26,10 @@ from lightning_autosync.cluster import (
     synchronization_rate,
 )
 from tests.clusters import asymmetric_cluster
+from tests.max_flows import shard_rate
 
 SEEDS = 25
 SHAPES = {"ring": "ring", "mesh": "mesh", "star": "star", "racks": "two-level tree"}
-_SOURCE = "source"  # no name of a place: nodes and switches of these clusters have others
 
 
 def equal_shard_rate(spec: ClusterSpec) -> float:
@@ -40,31 +39,6 @@ def equal_shard_rate(spec: ClusterSpec) -> float:
     gather = shard_rate(links, link_graph.ends)
     scatter = shard_rate([(target, source, rate) for source, target, rate in links], link_graph.ends)
     return spec.world_size / (1 / gather + 1 / scatter)
-
-
-def shard_rate(links: list[tuple[str, str, float]], ranks: tuple[str, ...]) -> float:
-    """Largest rate at which every rank can broadcast its shard to all others: least bandwidth out of a cut per rank.
-
-    A rate is feasible if a source that gives it to every rank can send all of it to any one rank. A cut that is too
-    small gives the next rate to try (Dinkelbach's method), so the result is the exact ratio of a cut.
-    """
-    graph = networkx.DiGraph()
-    for source, target, bandwidth in links:
-        graph.add_edge(source, target, capacity=bandwidth)
-    rate = min(sum(one["capacity"] for one in graph[rank].values()) for rank in ranks)
-    improved = True
-    while improved:
-        improved = False
-        for rank in ranks:
-            for other in ranks:
-                graph.add_edge(_SOURCE, other, capacity=rate)
-            value, (inside, _) = networkx.minimum_cut(graph, _SOURCE, rank)
-            within = sum(other in inside for other in ranks)
-            if value < rate * len(ranks) * (1 - 1e-9) and within:
-                out = sum(graph[a][b]["capacity"] for a, b in networkx.edge_boundary(graph, inside - {_SOURCE}))
-                improved |= out / within < rate * (1 - 1e-9)
-                rate = min(rate, out / within)
-    return rate
 
 
 def random_cluster(shape: str, seed: int, symmetric: bool) -> ClusterSpec:

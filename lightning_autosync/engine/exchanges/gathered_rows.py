@@ -112,8 +112,12 @@ class RowGatherExchange(TreeSteps, RowExchange):
         self._completion.wait()
         assert self._own is not None
         parts = [self._rows_of(rank) if rank != self._rank else self._own for rank in range(self._ranks)]
+        total = add_rows(parts)
+        # The sum holds what it needs; the frames of all ranks would otherwise stay in memory until the next step.
         self._own = None
-        return add_rows(parts)
+        for part in self._current.parts.values():
+            part.pieces.clear()
+        return total
 
     def _shares(self, rows: Rows) -> Iterator[tuple[int, Rows, int]]:
         """The number of each transfer, the rows that it takes, and the rows of a piece."""

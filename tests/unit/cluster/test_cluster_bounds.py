@@ -92,7 +92,7 @@ def test_trees_on_one_route_a_pair_reach_what_flows_reach(spec: ClusterSpec) -> 
 
 
 @given(random_clusters(max_ranks=4) | fabrics(max_ranks=4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_bound_is_what_flows_over_all_routes_reach(spec: ClusterSpec) -> None:
     if spec.world_size > 1:
         assert synchronization_rate(spec) == pytest.approx(flow_bound(spec, all_routes=True), rel=1e-4)
@@ -106,7 +106,7 @@ def test_mirrored_trees_are_enough_on_symmetric_links(spec: ClusterSpec) -> None
 
 
 @given(fabrics(max_ranks=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_method_on_a_fabric_is_faster_than_the_bound(spec: ClusterSpec) -> None:
     least = synchronization_time(spec, MIB) * (1 - 1e-9)
     assert least <= MIB / pack_trees(spec).rate
@@ -125,7 +125,7 @@ def test_the_bound_counts_all_routes() -> None:
 
 
 @given(random_clusters(max_ranks=7) | fabrics(max_ranks=6), st.floats(0.1, 10))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_bounds_keep_their_laws(spec: ClusterSpec, factor: float) -> None:
     least = synchronization_time(spec, MIB)
     assert least <= ring_time(spec, MIB) * (1 + 1e-5)

@@ -37,7 +37,7 @@ def random_tree(random: Random, ranks: int) -> list[tuple[int, int]]:
 
 
 @given(st.one_of(alike_clusters(), random_clusters(max_ranks=8)))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_program_on_classes_has_the_rate_of_the_full_one(spec: ClusterSpec) -> None:
     link_graph = LinkGraph(spec)
     if spec.world_size > 1 and (classes := rank_classes(link_graph)):
@@ -45,7 +45,7 @@ def test_the_program_on_classes_has_the_rate_of_the_full_one(spec: ClusterSpec) 
 
 
 @given(alike_clusters(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_prices_of_classes_prove_the_bound(spec: ClusterSpec, random: Random) -> None:
     link_graph = LinkGraph(spec)
     prices = class_prices(link_graph)
@@ -59,7 +59,7 @@ def test_prices_of_classes_prove_the_bound(spec: ClusterSpec, random: Random) ->
 
 
 @given(alike_clusters(), st.integers(1, 40), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_spread_trees_span_and_follow_their_sketches(spec: ClusterSpec, turns: int, random: Random) -> None:
     classes = rank_classes(LinkGraph(spec))
     assert classes
@@ -75,7 +75,7 @@ def test_spread_trees_span_and_follow_their_sketches(spec: ClusterSpec, turns: i
 
 
 @given(alike_clusters())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_packings_of_classes_reach_the_rate_and_respect_capacities(spec: ClusterSpec) -> None:
     link_graph = LinkGraph(spec)
     with pytest.MonkeyPatch.context() as patch:

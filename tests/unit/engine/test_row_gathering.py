@@ -91,6 +91,8 @@ def test_all_ranks_have_the_same_sum_in_rank_order(data: st.DataObject, size: in
     steps = [[data.draw(touched()) for _ in range(STEPS)] for _ in range(size)]
     with exchanges(transfers, size) as running, ThreadPoolExecutor(size) as ranks:
         found = list(ranks.map(run, running, steps))
+        kept = [part.pieces for exchange in running for part in exchange._current.parts.values()]
+    assert not any(kept)  # received frames do not stay in memory until the next step
     for step in range(STEPS):
         parts = [rows[step] for rows in steps]
         dense = torch.zeros(TABLE, WIDTH)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_autosync.engine import gradients as module
 from lightning_autosync.engine.gradients import RowGradients, touched_rows
 
 
@@ -42,9 +44,25 @@ def test_touched_rows_are_those_with_an_element_that_is_not_zero(
     data: st.DataObject, width: int, dtype: torch.dtype
 ) -> None:
     rows = data.draw(st.integers(1, 9))
-    elements = st.sampled_from([0.0, 0.0, 0.0, 1.0, -1.0, 1e-30, float("nan"), float("inf")])
+    elements = st.sampled_from([0.0, 0.0, -0.0, 1.0, -1.0, 1e-30, float("nan"), float("inf")])
     values = data.draw(st.lists(elements, min_size=rows * width + 1, max_size=rows * width + 1))
     memory = torch.tensor(values, dtype=dtype)
     whole, shifted = memory[:-1].view(rows, width), memory[1:].view(rows, width)
-    for table in (whole, shifted, whole.t().contiguous().t()):
-        assert touched_rows(table).tolist() == [row for row in range(rows) if any(map(bool, table[row].tolist()))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SCANNED_BYTES", data.draw(st.sampled_from([1, 50, 2**20])))
+        for table in (whole, shifted, whole.t().contiguous().t()):
+            assert touched_rows(table).tolist() == [row for row in range(rows) if any(map(bool, table[row].tolist()))]
+
+
+def test_searching_a_full_table_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The indices of all words of the table at once would take as many bytes as the table."""
+    table, sizes, unique = torch.ones(2**16, 64), [], torch.unique_consecutive
+
+    def recorded(words: torch.Tensor) -> torch.Tensor:
+        sizes.append(words.nbytes)
+        return unique(words)
+
+    monkeypatch.setattr(torch, "unique_consecutive", recorded)
+    assert len(touched_rows(table)) == len(table)
+    assert sum(sizes) == table.nbytes
+    assert max(sizes) <= table.nbytes / 4

@@ -48,6 +48,19 @@ def test_the_replay_agrees(cluster: ClusterSpec, touched: float) -> None:
     assert seconds[0] <= 1.1 * seconds[1]
 
 
+def test_on_fast_links_the_adding_of_all_rows_decides() -> None:
+    """The links alone take a little less time if rows travel once, but each rank then adds up the rows of all ranks."""
+    cluster = ClusterSpec.uniform(8, bandwidth=5e9)
+    rows = Variable(name="table", shape=(1_000_000, 64), kind="row_sparse", rows=10_000)
+    work = Workload(name="table", variables=(rows,))
+    served = serve_rows(builders.byteps(work, cluster), work)
+    assert place_rows(served, work, cluster) == served
+    replay = Replay(work, cluster, Constants())
+    gathered = builders.gathered_rows(work, cluster)
+    times = [replay.predict(compile_plan(plan, work, cluster)).step_time for plan in (served, gathered)]
+    assert times[0] < times[1]
+
+
 def test_where_rates_are_unknown_rows_are_served() -> None:
     cluster = ClusterSpec.uniform(4)
     work = table(50.0)

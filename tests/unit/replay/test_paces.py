@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
-from lightning_autosync.plan import Compressor, builders, compile_plan
+from lightning_autosync.plan import Compressor, Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.plan.pacing import PAYLOAD_SHARE, pacing_rates
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.replay.paces import Paces
@@ -51,7 +51,22 @@ TABLES = Workload(
 @pytest.mark.parametrize("work", [LAYERS, TABLES], ids=["dense", "rows"])
 def test_the_paces_are_the_engines(work: Workload, builder: str, arguments: dict[str, Any], cluster: str) -> None:
     spec = CLUSTERS[cluster]
-    made = compile_plan(builders.build(builder, work, spec, **arguments), work, spec)
+    check_paces(compile_plan(builders.build(builder, work, spec, **arguments), work, spec), work, spec)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_paces_beside_gathered_rows_are_the_engines(cluster: str) -> None:
+    spec = CLUSTERS[cluster]
+    table = Variable(name="t", shape=(400_000, 16), kind="row_sparse", rows=100_000)  # travels in many pieces
+    work = Workload(name="tables", variables=(table, *LAYERS.variables))
+    rows = builders.gathered_rows(work, spec).groups[0]
+    dense = [group for group in builders.packed_trees(work, spec).groups if "t" not in group.variables]
+    made = compile_plan(SyncPlan(world_size=spec.world_size, groups=(rows, *dense)), work, spec)
+    check_paces(made, work, spec)
+
+
+def check_paces(made: Schedule, work: Workload, spec: ClusterSpec) -> None:
+    """The replay and the engine pace the same connections alike."""
     pricing = Replay(work, spec, Constants())
     step = pricing._prepare(made)
     paces = Paces.of(step.stages, step.loads, pricing._forest.trees, pricing._network)

@@ -59,7 +59,7 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),), backward_time=0.5)
     text = predict(builders.all_reduce(workload, cluster), workload, cluster, tmp_path)
-    assert "links that set the synchronization bound\n  node0 > switch (100%)\n" in text
+    assert "links that set the synchronization bound\n  node0 > switch (50%)\n  switch > node0 (50%)\n" in text
     assert "synchronization bound    1045.6 ms" in text
     assert "step bound               1545.6 ms" in text
     written = {path.name for path in tmp_path.iterdir()}
@@ -68,7 +68,7 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     assert result["step_time"] == pytest.approx(1.55, rel=0.02)
     assert result["step_bound"] == pytest.approx(0.5 + FRAMING)
     assert result["bounds_are"] == "exact"
-    assert result["binding"] == {"node0 > switch": 1.0}
+    assert result["binding"] == {"node0 > switch": 0.5, "switch > node0": 0.5}
     assert result["critical_path"][0]["name"] == "backward"
 
 
