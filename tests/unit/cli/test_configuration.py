@@ -227,3 +227,10 @@ def test_an_option_of_another_verb_is_refused() -> None:
         check_overrides("bench", ["launch=slurm"])
     with pytest.raises(DocumentError, match=r"^experiment: 'stragglers' is only for converge"):
         check_overrides("bench", ["-m", "experiment=fat_star_4,stragglers"])
+
+
+@pytest.mark.parametrize("line", [["--cfg", "job"], ["-c", "job"], ["--cfg=job"]])
+def test_a_configuration_is_printed_without_the_keys_that_a_run_needs(line: list[str]) -> None:
+    with pytest.raises(DocumentError, match="cluster: missing"):
+        check_overrides("predict", [])
+    check_overrides("predict", line)
