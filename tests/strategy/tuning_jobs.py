@@ -264,5 +264,5 @@ def changing_links() -> dict[str, Any]:
 
 def far_rates() -> list[str]:
     """What a comparison finds on two ranks, as if on two hosts, whose links are far faster than described."""
-    with mock.patch.object(meter, "_namespace", lambda: f"of rank {dist.get_rank()}"):
+    with mock.patch.object(meter, "_namespace", return_value=f"of rank {dist.get_rank()}"):
         return compare_rates(ClusterSpec.uniform(2, bandwidth="1 Mbit/s", name="slow"), timeout=10.0, limit=5.0)

@@ -35,6 +35,7 @@ def test_the_engine_that_failed_is_gone_before_the_next_one_is_opened(
     tuning = object.__new__(JobTuning)
     tuning._resolution, tuning._changes, tuning._fell_back = Found("chosen"), changes, False  # type: ignore[assignment]
     monkeypatch.setattr(job_tuning, "fall_back", lambda found, error: Found("native", plan=found))
+    monkeypatch.setattr(job_tuning, "rank_zero_info", lambda _: None)
     left: list[weakref.ref[Buffers]] = []
     tuning._resolution.plan = tuning._resolution
 

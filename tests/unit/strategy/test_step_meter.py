@@ -78,8 +78,8 @@ def test_work_between_two_steps_belongs_to_the_step_time() -> None:
 
 def test_memory_is_bounded_if_nobody_asks_for_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_meter, "_MOST", 3)
-    slow, quick = [trace(end=9.0, origin=9.0 * step) for step in range(9)], [trace(end=0.5, origin=81.0)] * 3
-    assert figures(*slow, *quick).wait == pytest.approx(0.2)
+    slow = [trace(end=9.0, origin=9.0 * step) for step in range(9)]
+    assert figures(*slow, *(trace(origin=81.0 + step) for step in range(3))).wait == pytest.approx(0.2)
 
 
 def test_models_on_accelerators_are_not_timed() -> None:
@@ -115,9 +115,8 @@ def test_overlap_is_unknown_without_a_message() -> None:
 def test_bytes_are_those_of_the_plans_that_synchronized_the_steps() -> None:
     one, other = resolution(), resolution(builder="ps")
     meter, rank = StepMeter(1), 1
-    meter.add(trace(), schedule_of(one))
-    meter.add(trace(), schedule_of(other))
-    meter.add(trace(), schedule_of(other))
+    for number, each in enumerate((one, other, other)):
+        meter.add(trace(origin=number), schedule_of(each))
     found = meter.take(other, FREE, 0)
     sent = [sent_bytes(schedule_of(each)) for each in (one, other)]
     assert found is not None
