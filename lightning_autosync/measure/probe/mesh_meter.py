@@ -140,7 +140,8 @@ class MeshMeter(Meter):
                 with the rates that were measured where a process stopped for a moment.
         """
         if self.rank == 0:
-            self._leads, fault, cause = True, "", None
+            self._leads, fault = True, ""
+            cause: Exception | None = None
             try:
                 found = decide()
             except (LaunchError, ExchangeError):  # on every rank
