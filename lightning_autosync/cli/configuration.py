@@ -49,8 +49,9 @@ def check_overrides(verb: str, arguments: Sequence[str]) -> None:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
-    if any(argument.startswith(("--config", "-c")) for argument in arguments):
-        return  # `compose` does not see options of other directories, so leave the check to Hydra
+    if any(argument.startswith(("--config", "-c", "--cfg")) for argument in arguments):
+        # `compose` does not see options of other directories, and --cfg only prints; so leave the check to Hydra.
+        return
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     with initialize_config_dir(str(configuration_directory()), version_base="1.3"):
         try:

@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,11 @@ class _Connector:
                 raise ExchangeError(
                     f"rank {', '.join(map(str, sorted(missing)))} did not connect to this rank before the timeout"
                 )
-            for key, _ in self._selector.select(max(0.0, min(_POLL_INTERVAL, self._deadline - now))):
+            pause = max(0.0, min(_POLL_INTERVAL, self._deadline - now))
+            if not missing:
+                wait(calls.values(), _POLL_INTERVAL, FIRST_EXCEPTION)
+                pause = 0.0  # but answer a caller that tries again
+            for key, _ in self._selector.select(pause):
                 key.data()
             self._acceptor.tick(now)
 

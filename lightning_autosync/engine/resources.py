@@ -87,6 +87,7 @@ class Resources:
                 detector = open_failure_detector(group, timeout, address)
                 if detector is not None:
                     self._closing.callback(detector.close)
+            self._make_two_level_groups(schedule)
             self._open_shared_memory(schedule)
             fault = self._open_exchanges(schedule, cluster, address)
             # No rank may send before every rank can receive.
@@ -148,6 +149,15 @@ class Resources:
             self._transport = Transport(sockets, rates, pacing_rates(schedule, links, self._rank))
         self._closing.callback(self._transport.close)
 
+    def _make_two_level_groups(self, schedule: Schedule) -> None:
+        """Make the process groups of two-level collectives; collective, so no rank may have a fault of its own yet."""
+        for message in schedule.messages:
+            for transfer in (transfer for one in message.rounds for transfer in one.transfers):
+                if isinstance(transfer, TwoLevelAllReduce):
+                    if self._group is not None:
+                        raise PlanError("schedule: two-level collectives need the default process group")
+                    two_level_groups(transfer.places, self._timeout)
+
     def _open_shared_memory(self, schedule: Schedule) -> None:
         """Allocate shared memory for all messages that are summed in it, if there are any."""
         shared = [message for message in schedule.messages if message.in_shared_memory]
@@ -189,9 +199,7 @@ class Resources:
             reduces = [transfer for transfer in transfers if isinstance(transfer, AllReduce)]
             exchange = AllReduceExchange(reduces, message, buffer, self._group)
         elif isinstance(transfers[0], TwoLevelAllReduce):
-            if self._group is not None:
-                raise PlanError("schedule: two-level collectives need the default process group")
-            groups = two_level_groups(transfers[0].places, self._timeout)
+            groups = two_level_groups(transfers[0].places, self._timeout)  # made by `_make_two_level_groups`
             levels = [transfer for transfer in transfers if isinstance(transfer, TwoLevelAllReduce)]
             exchange = TwoLevelExchange(levels, buffer, groups)
         elif isinstance(transfers[0], SharedMemoryReduce):

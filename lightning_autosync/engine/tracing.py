@@ -10,7 +10,7 @@ Times = tuple[float | None, ...]
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step on one rank. All times are seconds from the beginning of the step.
+    """One step on one rank. All times but ``origin`` are seconds from the beginning of the step.
 
     Attributes:
         forward: end of the forward pass; if the caller did not mark it, the time of the first gradient.
@@ -20,6 +20,7 @@ class StepTrace:
         ready: time at which the last gradient was packed, by message in schedule order; None if some never arrived.
         started: time at which the message was handed to the transport or the backend; None if it took no part.
         completed: time at which this rank had the sum, or the end of the engine's wait if the exchange reports no time.
+        origin: beginning of the step on the clock of this process (``time.perf_counter``).
     """
 
     forward: float
@@ -29,6 +30,7 @@ class StepTrace:
     ready: Times
     started: Times
     completed: Times
+    origin: float = 0.0
 
 
 class Recorder:
@@ -65,6 +67,7 @@ class Recorder:
             ready=tuple(self._ready),
             started=tuple(self._started),
             completed=tuple(self._completed),
+            origin=self._origin,
         )
 
     def end_forward(self) -> None:

@@ -79,6 +79,7 @@ class Replica(ABC):
     def measure_steps(self) -> bool:
         """Record what synchronized steps take on this rank from now on; returns whether this replica can.
 
+        Steps are timed by the clock of the host, so only modules on the CPU can be measured.
         Do not call this during a backward pass. It makes no collective calls.
         """
         return False

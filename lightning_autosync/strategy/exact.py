@@ -105,9 +105,12 @@ class ExactReplica(Replica):
         return self._tuning.report()
 
     def measure_steps(self) -> bool:
-        if self._engine is not None:
-            self._tuning.measure_steps(self._engine)
-        return self._engine is not None
+        # On an accelerator, the host only issues the work, so its clock does not tell when a pass or a message ended.
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self._module.parameters())
+        if self._engine is None or not on_cpu:
+            return False
+        self._tuning.measure_steps(self._engine)
+        return True
 
     def step_figures(self) -> StepFigures | None:
         return self._tuning.step_figures()

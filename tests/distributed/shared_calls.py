@@ -20,8 +20,9 @@ from training import Net, batches, distance, engine, subgroup, train
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
+from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.engine.exchanges.shared_memory import sharing_fault
-from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.errors import AutoSyncError, ExchangeError
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.workload import describe, variable_names
 
@@ -146,8 +147,20 @@ def _little_room(rank: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    def refuse(*arguments: Any) -> Any:
+        for connection in connect_pairs(*arguments).values():
+            connection.close()
+        raise ExchangeError("the network is down")
+
+    with mock.patch("lightning_autosync.engine.exchanges.shared_memory.connect_pairs", refuse):
+        yield
+
+
 def refused(how: str, rank: int) -> str:
-    """The error when ``rank`` may make no large files, is elsewhere, or finds the memory full; and then a good end."""
+    """The error when ``rank`` has no connection, may make no large files, is elsewhere, or finds the memory full; and
+    then a good end."""
     module = Net()
     plan, cluster = _plan(module, dist.get_world_size())
     schedule = compile_plan(plan, describe(module), cluster)
@@ -155,7 +168,7 @@ def refused(how: str, rank: int) -> str:
     # The trial finds room, and what is asked for then does not.
     full = mock.patch("os.posix_fallocate", side_effect=[None, OSError(errno.ENOSPC, "No space left on device")])
     elsewhere = mock.patch("lightning_autosync.engine.exchanges.shared_memory._machine", return_value=["another"])
-    context = {"limit": _little_room(rank), "full": full, "elsewhere": elsewhere}[how]
+    context = {"limit": _little_room(rank), "full": full, "elsewhere": elsewhere, "alone": _alone()}[how]
     error = "no error"
     if here or how == "limit":
         with context:

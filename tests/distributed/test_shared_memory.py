@@ -60,6 +60,7 @@ def test_nothing_has_a_name(pool) -> None:
         ("limit", 2, "PlanError: schedule: topology 'shared_memory': rank 2: "),
         ("elsewhere", 1, "PlanError: schedule: topology 'shared_memory': rank 1 is on another machine or in"),
         ("full", 0, "OpeningError: rank 0: cannot allocate "),
+        ("alone", 1, "OpeningError: rank 1: the network is down"),
     ],
 )
 def test_ranks_that_cannot_share_memory_say_so_together(pool, how: str, rank: int, words: str) -> None:

@@ -35,3 +35,11 @@ def test_engines_that_follow_each_other_share_the_groups(four) -> None:
         four.run(training.two_level_distance, builder="hierarchical", cluster=cluster)
         counts.append(four.run(training.group_count))
     assert counts == [counts[0]] * 4
+
+
+def test_a_rank_that_has_no_memory_is_an_error_on_all(four) -> None:
+    cluster = ClusterSpec.uniform(nodes=2, devices=2)
+    first, second = (node.name for node in cluster.nodes)
+    unused = cluster.with_rank_order([first, second, second, first])  # its groups are made for this engine
+    errors = four.run(training.two_level_without_memory, cluster=unused.to_dict(), rank=1)
+    assert errors == ["rank 1: no memory is left"] * 4

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine, GroupedOptimizer
 from lightning_autosync.engine.engine import Waits
+from lightning_autosync.engine.resources import Resources
+from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import SyncPlan, TwoLevelAllReduce, builders, compile_plan
 from lightning_autosync.workload import Workload, describe, variable_names
 
@@ -105,6 +108,18 @@ def two_level_distance(builder: str, cluster: dict[str, Any]) -> float:
         assert all(isinstance(transfer, TwoLevelAllReduce) for transfer in transfers)
         train(module, module, dist.get_rank(), 3, torch.float64)
     return distance(module, reference)
+
+
+def two_level_without_memory(cluster: dict[str, Any], rank: int) -> str:
+    """The error of an engine whose buffers ``rank`` cannot allocate."""
+    spec, module = ClusterSpec.from_dict(cluster), Net()
+    plan = builders.build("hierarchical", describe(module), spec, topology="hierarchical")
+    full = mock.patch.object(Resources, "_gradients_of", side_effect=MemoryError("no memory is left"))
+    try:
+        with full if dist.get_rank() == rank else nullcontext(), engine(module, plan, spec, None, two_level=True):
+            return "no error"
+    except OpeningError as error:
+        return str(error)
 
 
 def group_count() -> int:

@@ -9,13 +9,13 @@ from tuning_soak_calls import AGAIN, END, NO_CONNECTION, OPENING, OTHER_PLAN, PA
 
 GOES_ON = {DELAY, NO_CONNECTION}
 FEW = [
-    (KILL, SURVEY, 1),
     (KILL, OPENING, 1),
-    (KILL, AGAIN, 1),
-    (OTHER_PLAN, PASS, 8),
     (NO_CONNECTION, OPENING, 1),
 ]
 MORE = [
+    (KILL, SURVEY, 1),
+    (KILL, AGAIN, 1),
+    (OTHER_PLAN, PASS, 8),
     (STOP, SURVEY, 2),
     (EXCEPTION, SURVEY, 1),
     (DELAY, SURVEY, 1),

@@ -14,7 +14,7 @@ from lightning_autosync.engine.connections import _Connector
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
-from lightning_autosync.strategy import exact
+from lightning_autosync.strategy.tuning import job_tuning
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.tuner import Tuner
@@ -101,13 +101,13 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
             (MeshMeter, "_run_all", _after(lambda: moments.come(SURVEY), MeshMeter._run_all)),
             (LiveTuner, "after_pass", _after(lambda: moments.come(PASS), LiveTuner.after_pass)),
             (LiveTuner, "_finish", _after(lambda: moments.come(END), LiveTuner._finish)),
-            (exact, "find_links", _after(lambda: moments.come(AGAIN), exact.find_links)),
+            (job_tuning, "find_links", _after(lambda: moments.come(AGAIN), job_tuning.find_links)),
             (LiveTuner, "_open", _through(moments.open, LiveTuner._open)),
             (_Connector, "run", _through(moments.connect, _Connector.run)),
             (Tuner, "following", _through(moments.follow, Tuner.following)),
             (meter, "_namespace", lambda: f"of rank {rank}"),
             (DriftWatch, "record", record),
-            (exact, "changed_links", lambda *_: next(changes, [])),
+            (job_tuning, "changed_links", lambda *_: next(changes, [])),
         ]
         for owner, name, function in replaced:
             patches.enter_context(mock.patch.object(owner, name, function))

@@ -43,7 +43,9 @@ def test_equals_ddp_with_many_switches(duo, case: str) -> None:
         assert found["switches"] >= 10
 
 
-@pytest.mark.parametrize("case", MIXED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case.startswith("bf16") else ()) for case in MIXED]
+)
 def test_is_bit_equal_to_a_fixed_plan_after_many_steps_and_switches(duo, case: str) -> None:
     """With two ranks, each sum has two terms, whose order does not matter."""
     for found in duo.run(tuning_jobs.compare_with_fixed, **MIXED[case]):
@@ -66,11 +68,13 @@ def test_a_plan_that_a_rank_cannot_open_is_given_up_on_all_ranks(duo) -> None:
         assert all("rank 1" in line and "Training continues with all_reduce" in line for line in told)
 
 
-def test_a_job_that_cannot_open_its_first_plan_begins_with_that_of_ddp(duo) -> None:
-    for found in duo.run(tuning_jobs.unopenable, at_first=True):
+def test_a_job_that_cannot_open_its_first_plan_begins_with_that_of_ddp_and_remembers_nothing(duo, tmp_path) -> None:
+    for found in duo.run(tuning_jobs.unopenable, at_first=True, folder=str(tmp_path)):
         assert found["distance"] < 1e-5
         assert "fused native all-reduce, because ranks cannot open " in found["report"]["reason"]
         assert "rank 1" in found["report"]["reason"]
+        assert found["report"]["tuning"].startswith("ended")
+    assert list(TuningCache(tmp_path).entries()) == []
 
 
 def test_all_ranks_end_with_the_same_plan_and_say_so(duo) -> None:
@@ -120,3 +124,10 @@ def test_links_that_change_are_planned_for_again(duo) -> None:
         assert found["windows"] > 3
         assert "measured" in found["report"]["links"]
         assert "predicted for measured" in found["report"]["reason"]
+
+
+def test_a_described_rate_that_is_far_from_the_link_is_told_on_the_first_rank(duo) -> None:
+    told, silent = duo.run(tuning_jobs.far_rates)
+    assert len(told) == 2
+    assert all("described as 1 Mbit/s, measured " in line for line in told)
+    assert silent == []

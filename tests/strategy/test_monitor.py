@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from statistics import median
 from typing import Any
 
 import monitor_jobs
@@ -26,8 +27,10 @@ def test_metrics_are_plausible_and_follow_the_plan(tuned: list[dict[str, Any]]) 
     for row in rows:
         assert 0 <= row["autosync/wait"] < row["autosync/step_time"] < 10
         assert 0 <= row["autosync/overlap"] <= 1
-        assert row["autosync/share_of_bound"] > 0
+        assert 0 < row["autosync/share_of_bound"] < 2
         assert min(found["sent"].values()) - 1 <= row["autosync/bytes"] <= max(found["sent"].values()) + 1
+    # Medians of few steps do not add up, so a single row may be above 1.
+    assert median(row["autosync/share_of_bound"] for row in rows) < 1.1
     accepted = [trial for trial in report["trials"] if trial["accepted"]]
     assert accepted
     assert rows[0]["autosync/plan_changes"] == 0

@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, ClusterSpec, TuningSettings
 from lightning_autosync.engine.connections import _Connector
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.measure.probe import meter
+from lightning_autosync.measure.probe.quick import compare_rates
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.tuning import job_tuning, live, proposals
@@ -178,11 +180,12 @@ def remembered(folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def unopenable(at_first: bool) -> dict[str, Any]:
+def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
     """How a job ends in which rank 1 cannot connect for any plan, and what it logs.
 
     Args:
         at_first: whether the job is to begin with such a plan; otherwise it begins with DDP's, and tries others.
+        folder: directory of the memory.
     """
     opening, logged = [False], list[str]()
     connect, open_engine, order = _Connector.run, ExactReplica._open, proposals._ordered
@@ -203,7 +206,8 @@ def unopenable(at_first: bool) -> dict[str, Any]:
         plans = sorted(order(*arguments).plans, key=lambda each: each.native != (not at_first))
         return Proposals(plans, "a test says so")
 
-    strategy = AutoSyncStrategy(cluster=PAIR, tuning=SHORT, timeout=timedelta(seconds=4))
+    tuning = replace(SHORT, cache=folder)
+    strategy = AutoSyncStrategy(cluster=PAIR, tuning=tuning, timeout=timedelta(seconds=4))
     with (
         mock.patch.object(_Connector, "run", refuse),
         mock.patch.object(ExactReplica, "_open", spy),
@@ -256,3 +260,9 @@ def changing_links() -> dict[str, Any]:
     report = strategy.report()
     assert report is not None
     return {"distance": jobs.distance(ours, theirs), "report": report.to_dict(), "windows": next(windows)}
+
+
+def far_rates() -> list[str]:
+    """What a comparison finds on two ranks, as if on two hosts, whose links are far faster than described."""
+    with mock.patch.object(meter, "_namespace", return_value=f"of rank {dist.get_rank()}"):
+        return compare_rates(ClusterSpec.uniform(2, bandwidth="1 Mbit/s", name="slow"), timeout=10.0, limit=5.0)

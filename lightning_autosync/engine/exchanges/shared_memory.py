@@ -35,7 +35,7 @@ from lightning_autosync.engine.collectives import gather_json, require_success
 from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.engine.exchanges.base import Exchange
 from lightning_autosync.engine.waiting import explained, wait_for_ranks
-from lightning_autosync.errors import ExchangeError, PlanError
+from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost, PlanError
 from lightning_autosync.plan.schedule import Message, SharedMemoryReduce
 
 CHUNK = 256 * 1024
@@ -140,10 +140,17 @@ class SharedMemory:
         if fault := sharing_fault(size, group):
             raise PlanError(f"schedule: topology 'shared_memory': {fault}")
         name = f"\0autosync-{secrets.token_hex(16)}"
-        sockets = connect_pairs(combinations(range(ranks), 2), group, name, timeout)
         with ExitStack() as undo:
+            sockets, fault = dict[int, socket.socket](), ""
+            try:
+                sockets = connect_pairs(combinations(range(ranks), 2), group, name, timeout)
+            except (OpeningError, PeerLost):  # on every rank
+                raise
+            except (ExchangeError, OSError) as cause:
+                fault = str(cause)
             for connection in sockets.values():
                 undo.enter_context(connection)
+            require_success(fault, group)
             mapping = _map(size, sockets, group, timeout)
             undo.pop_all()
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -205,11 +212,12 @@ def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGro
             except OSError as cause:
                 fault = f"cannot allocate {size} bytes of shared memory: {cause}"
         require_success(fault, group)
-        for connection in sockets.values() if dist.get_rank(group) == 0 else ():
-            socket.send_fds(connection, [b"\0"], [descriptor])
         mapping = None
         try:
-            if descriptor < 0:
+            if descriptor >= 0:
+                for connection in sockets.values():
+                    socket.send_fds(connection, [b"\0"], [descriptor])
+            else:
                 sockets[0].settimeout(timeout)
                 _, (descriptor,), _, _ = socket.recv_fds(sockets[0], 1, 1)
                 cleanup.callback(os.close, descriptor)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import broadcast_json, gather_json, group_device
-from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.errors import AutoSyncError, ExchangeError
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.flows import discard
 from lightning_autosync.measure.probe.meter import FASTEST, LEAST_UNDER_WAY, PACKET, QUEUED, UNDER_WAY, Meter
@@ -136,20 +136,25 @@ class MeshMeter(Meter):
             What ``decide`` returned, on rank 0; None on the others.
 
         Raises:
-            LaunchError: on every rank, if the limit does not suffice, if a rank failed, or if ``decide`` can do nothing
-                with the rates, such as where a process stopped for a moment.
+            LaunchError: on every rank, if the limit does not suffice, if a rank failed, or if ``decide`` fails, such as
+                with the rates that were measured where a process stopped for a moment.
         """
         if self.rank == 0:
             self._leads, fault = True, ""
+            cause: Exception | None = None
             try:
                 found = decide()
+            except (LaunchError, ExchangeError):  # on every rank
+                raise
             except (ValueError, ArithmeticError) as error:
-                fault = f"rates were measured that do not fit each other: {error}"
+                fault, cause = f"rates were measured that do not fit each other: {error}", error
+            except Exception as error:  # the others wait for the next order
+                fault, cause = f"{type(error).__name__} on rank 0: {error}", error
             finally:
                 self._leads = False
             broadcast_json({"fault": fault})
             if fault:
-                raise LaunchError(fault)
+                raise LaunchError(fault) from cause
             return found
         while "fault" not in (order := broadcast_json(None)):
             self._measure([frozenset((i, j) for i, j in flows) for flows in order["sets"]], order["factor"])

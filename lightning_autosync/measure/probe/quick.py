@@ -69,7 +69,7 @@ def survey_job(timeout: float, limit: float = 10.0) -> JobSurvey:
     return JobSurvey(ClusterSpec.from_dict(document, source="survey"), seconds, meter.machines, fault)
 
 
-def compare_rates(described: ClusterSpec, timeout: float, limit: float = 2.0) -> list[str]:
+def compare_rates(described: ClusterSpec, timeout: float, limit: float = 1.0) -> list[str]:
     """Compare a description with what the nodes of the job send and receive; collective.
 
     All nodes send to all others at once, which takes less than a second. A node whose rate is far from what the

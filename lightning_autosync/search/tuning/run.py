@@ -219,12 +219,16 @@ class TuningRun:
         fastest = [record for record, _ in ranked(records, trials.own) if record.plan not in known]
         for record in fastest[: self._settings.finalists]:
             plans[record.builder or f"trial_{record.number}"] = trials.plan_of(record.number)
-        predicted = predicted_plan(self._job, self._prior.constants, self._settings.prediction_seconds)
-        if predicted is not None and all(plan.fingerprint != predicted.fingerprint for plan in plans.values()):
-            plans[PREDICTED] = predicted
         if not plans:
             last = (records[-1].error or "unknown") if records else "none"
             raise TuningError(f"none of {len(records)} trials completed; last error: {last}")
+        predicted = predicted_plan(self._job, self._prior.constants, self._settings.prediction_seconds)
+        if predicted is not None:
+            same = [name for name, plan in plans.items() if plan.fingerprint == predicted.fingerprint]
+            if same:
+                _log.info("%s is also the plan found by prediction alone", same[0])
+            else:
+                plans[PREDICTED] = predicted
         rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:MAX_RIVALS]]
         self._finalists = plans
         return compare(self._job, session, plans, rivals, self._directory)
@@ -283,12 +287,17 @@ def predicted_plan(job: TuningJob, constants: Constants, seconds: float) -> Sync
         seconds: maximum seconds of the search.
 
     Returns:
-        The plan; None if ``seconds`` is 0 or the rates of the links are unknown.
+        The plan; None if ``seconds`` is 0 or the rates of the links are unknown, and, with a warning, if the search
+        fails.
     """
     if not seconds or not job.cluster.measured:
         return None
     _log.info("searching by prediction alone, for at most %g seconds", seconds)
-    return rank_plans(job.workload, job.cluster, constants=constants, seconds=seconds)[0].plan
+    try:
+        return rank_plans(job.workload, job.cluster, constants=constants, seconds=seconds)[0].plan
+    except Exception as error:  # an addition to the comparison must not cost what the trials have found
+        _log.warning("the search by prediction alone failed, so its plan is not compared: %s", reason(error))
+        return None
 
 
 def _corrected(record: TrialRecord, correction: DriftCorrection, own: str | None) -> TrialRecord:

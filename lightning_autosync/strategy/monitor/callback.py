@@ -32,8 +32,8 @@ class MonitorMixin:
     - ``autosync/plan_changes``: number of times that the job has taken another plan.
 
     At the end of training, the fingerprint of the plan is logged as the hyperparameter ``autosync_plan``. The callback
-    makes no collective calls. Other strategies than ``autosync``, relaxed plans and split models have none of these
-    metrics: one warning says so.
+    makes no collective calls. Other strategies than ``autosync``, relaxed plans, split models and models on
+    accelerators have none of these metrics: one warning says so.
 
     Args:
         every_n_steps: number of optimizer steps between two entries. Default: 50.
@@ -63,7 +63,7 @@ class MonitorMixin:
             return True
         rank_zero_warn(
             f"SyncMonitor logs nothing under {type(strategy).__name__} here: it needs strategy 'autosync' with a plan "
-            "that synchronizes gradients in every step, and a model that is not split"
+            "that synchronizes gradients in every step, and a model on the CPU that is not split"
         )
         return False
 

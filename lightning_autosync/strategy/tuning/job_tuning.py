@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
+from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import Schedule, compile_plan
@@ -63,6 +64,7 @@ class JobTuning:
         self._preparation: Preparation | None = None
         self._tuner: LiveTuner | None = None
         self._changes = self._plan_changes = 0
+        self._fell_back = False
         self._meter: StepMeter | None = None
         self._recorder: Recorder | None = None
         self._schedules: list[Schedule] = []
@@ -143,17 +145,22 @@ class JobTuning:
             use_plan,
             self._settings.tuning,
             self._group,
-            DriftWatch(self._changes, self._preparation.expected),
+            # Seconds of a step under another plan say nothing about this one.
+            DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
         )
         return engine
 
     def _open_first(self, open_engine: Callable[..., Engine]) -> Engine:
+        # After a change of the links, training has begun and waits.
+        timeout = TRIAL_CONNECT_TIMEOUT if self._changes else CONNECT_TIMEOUT
         try:
-            return open_engine(self.resolution.schedule)
+            return open_engine(self.resolution.schedule, timeout)
         except OpeningError as error:  # on every rank
             self._resolution = found = fall_back(self.resolution, error)
+            self._fell_back = True
             rank_zero_info(f"AutoSync: plan {found.plan.fingerprint} instead: {found.reason}")
-            return open_engine(found.schedule)
+        # Not in the handler: the error's traceback keeps the buffers of the engine that could not be opened.
+        return open_engine(found.schedule, timeout)
 
     def measure_steps(self, engine: Engine) -> None:
         """Record the times of synchronized steps from now on; not during a backward pass.
@@ -202,7 +209,9 @@ class JobTuning:
         if tuner.ended and not ended and dist.get_rank(self._group) == 0:
             assert self._preparation is not None
             assert self._settings.tuning is not None
-            remember(self._preparation, tuner, self._settings.tuning.cache)
+            # The plan that ranks could not open this time may be the better one for later jobs.
+            if not self._fell_back:
+                remember(self._preparation, tuner, self._settings.tuning.cache)
         return False
 
     def report(self) -> TuningReport:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from lightning_autosync.engine.tracing import StepTrace
@@ -10,6 +12,9 @@ from lightning_autosync.plan import Schedule
 from lightning_autosync.plan.traffic import sent_bytes
 from lightning_autosync.replay import Constants, least_step
 from lightning_autosync.strategy.resolution import Resolution
+
+_MOST = 10_000
+"""Largest number of steps that are kept for the next figures."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,22 @@ class StepFigures:
         return {name: float(value) for name, value in asdict(self).items() if value is not None}
 
 
-class StepMeter:
-    """Collects the traces of steps, until `take` asks for their figures.
+@dataclass(frozen=True)
+class _Step:
+    """What the figures need of one step: seconds, the share of `overlap`, and bytes."""
 
-    A step costs one entry in a list. It makes no collective calls.
+    period: float
+    forward: float
+    backward: float
+    wait: float
+    overlap: float | None
+    sent: float | None
+
+
+class StepMeter:
+    """Collects what steps took, until `take` asks for their figures: of the last 10,000 steps, if there are more.
+
+    It makes no collective calls.
 
     Args:
         rank: this rank.
@@ -51,23 +68,33 @@ class StepMeter:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._traces: list[StepTrace] = []
-        self._sent: list[float | None] = []
+        self._steps: deque[_Step] = deque(maxlen=_MOST)
+        self._synchronized: float | None = None
         self._known: dict[str, float | None] = {}
 
     def add(self, trace: StepTrace, schedule: Schedule) -> None:
         """Add a step.
 
         Args:
-            trace: its times; it begins where the previous step's synchronization ended.
+            trace: its times. It begins after the previous step's synchronization; what lies between counts as part of
+                this step's period.
             schedule: the schedule by which it was synchronized.
         """
         key = schedule.fingerprint
         if key not in self._known:
             sent = sent_bytes(schedule)
             self._known[key] = None if sent is None else sent[self._rank]
-        self._traces.append(trace)
-        self._sent.append(self._known[key])
+        synchronized = trace.origin + trace.synchronized
+        step = _Step(
+            period=synchronized - (trace.origin if self._synchronized is None else self._synchronized),
+            forward=trace.forward,
+            backward=trace.backward - trace.forward,
+            wait=trace.synchronized - trace.backward,
+            overlap=overlap(trace),
+            sent=self._known[key],
+        )
+        self._synchronized = synchronized
+        self._steps.append(step)
 
     def take(self, resolution: Resolution, constants: Constants, plan_changes: int) -> StepFigures | None:
         """The figures of the steps since the last call; None if there were none.
@@ -77,24 +104,24 @@ class StepMeter:
             constants: costs of the hosts.
             plan_changes: number of times that the job has taken another plan so far.
         """
-        traces, sent = self._traces, self._sent
-        self._traces, self._sent = [], []
-        if not traces:
+        steps = list(self._steps)
+        self._steps.clear()
+        if not steps:
             return None
-        step_time = statistics.median(trace.synchronized for trace in traces)
-        shares = [share for trace in traces if (share := overlap(trace)) is not None]
-        known = [each for each in sent if each is not None]
-        least = self._least_step(traces, resolution, constants)
+        step_time = statistics.median(step.period for step in steps)
+        shares = [step.overlap for step in steps if step.overlap is not None]
+        known = [step.sent for step in steps if step.sent is not None]
+        least = self._least_step(steps, resolution, constants)
         return StepFigures(
             step_time=step_time,
-            wait=statistics.median(trace.synchronized - trace.backward for trace in traces),
-            bytes=statistics.fmean(known) if len(known) == len(sent) else None,
+            wait=statistics.median(step.wait for step in steps),
+            bytes=statistics.fmean(known) if len(known) == len(steps) else None,
             overlap=statistics.median(shares) if shares else None,
             share_of_bound=None if least is None else least / step_time,
             plan_changes=plan_changes,
         )
 
-    def _least_step(self, traces: list[StepTrace], found: Resolution, constants: Constants) -> float | None:
+    def _least_step(self, steps: Sequence[_Step], found: Resolution, constants: Constants) -> float | None:
         """Least seconds of a step under any exact plan; None if that is unknown."""
         by_rows = found.schedule is None or any(message.rows for message in found.schedule.messages)
         if not found.cluster.measured or found.plan.semantics != "exact" or by_rows:
@@ -102,8 +129,8 @@ class StepMeter:
         speed = found.cluster.nodes[found.cluster.rank_nodes[self._rank]].speed
         workload = found.workload.model_copy(
             update={
-                "forward_time": speed * statistics.median(trace.forward for trace in traces),
-                "backward_time": speed * statistics.median(trace.backward - trace.forward for trace in traces),
+                "forward_time": speed * statistics.median(step.forward for step in steps),
+                "backward_time": speed * statistics.median(step.backward for step in steps),
             }
         )
         return least_step(workload, found.cluster, constants.framing, constants.burst).seconds

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from lightning_autosync.documents import counted
 from lightning_autosync.strategy.tuning.contest import Contest, candidates_turn
 
 _LEAST_KNOWN = 4
@@ -83,6 +84,7 @@ class Tuner:
         self._awaited: deque[int | None] = deque()
         self._known: list[float] = []
         self._trying: int | None = None
+        self._given_up = 0
         self._contest: Contest | None = None
         self._turn = 0
         self._errors: list[float] = []
@@ -136,6 +138,7 @@ class Tuner:
     def give_up(self) -> None:
         """End the present trial without an outcome, because its plan cannot synchronize a pass."""
         self._trying, self._contest = None, None
+        self._given_up += 1
 
     def _begin_contest(self) -> None:
         """Begin to try the next candidate, or finish."""
@@ -145,10 +148,12 @@ class Tuner:
                 self._trying, self._turn = candidate, 0
                 self._contest = Contest(self._passes, self._known)
                 return
-        untried = len(self._candidates) > 1
-        self.finished = (
-            "no other plan is expected to gain more than a trial costs" if untried else "there is no other plan to try"
+        others = len(self._candidates) - 1 > self._given_up
+        reason = (
+            "no other plan is expected to gain more than a trial costs" if others else "there is no other plan to try"
         )
+        unopened = f"; ranks could not open {counted(self._given_up, 'plan')}" if self._given_up else ""
+        self.finished = reason + unopened
 
     def _end_contest(self, contest: Contest) -> None:
         assert self._trying is not None

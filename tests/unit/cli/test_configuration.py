@@ -196,6 +196,11 @@ def test_what_is_missing_is_named() -> None:
         check_overrides("serve", [])
 
 
+@pytest.mark.parametrize("line", [["--cfg", "job"], ["-c", "job"], ["--cfg=job"]])
+def test_a_configuration_is_printed_without_the_keys_that_a_run_needs(line: list[str]) -> None:
+    check_overrides("serve", line)
+
+
 @pytest.mark.parametrize("verb", ["predict", "bench", "probe"])
 def test_clusters_that_ship_can_be_named(verb: str) -> None:
     check_overrides(verb, ["cluster=two_racks_8to1"])

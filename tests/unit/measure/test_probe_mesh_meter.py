@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.errors import LaunchError
-from lightning_autosync.measure.probe import quick
+from lightning_autosync.measure.probe import mesh_meter, quick
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.meter import Meter
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
@@ -152,6 +152,15 @@ def test_a_node_that_stops_for_a_moment_costs_the_rates_and_not_the_job(mesh: Ma
     assert len(found.cluster.nodes) == 4
 
 
+def test_an_error_of_rank_0_between_measurements_is_told_to_all(mesh: MakeMeter, monkeypatch) -> None:
+    mesh(resolve_cluster("four_equal"))
+    told: list = []
+    monkeypatch.setattr(mesh_meter, "broadcast_json", lambda data: told.append(data) or data)
+    monkeypatch.setattr(quick, "take_survey", lambda *_, **__: {}["missing"])
+    assert survey_job(60.0).fault == "KeyError on rank 0: 'missing'"
+    assert told == [{"fault": "KeyError on rank 0: 'missing'"}]
+
+
 def test_what_only_confirms_is_left_out_where_time_is_short(mesh: MakeMeter) -> None:
     meter = mesh(resolve_cluster("two_racks_2to1"), limit=2.9)
     found = survey_job(60.0)
@@ -198,7 +207,7 @@ def test_two_nodes_are_named_together(mesh: MakeMeter) -> None:
     ]
 
 
-def test_a_difference_within_a_quarter_is_not_told(mesh: MakeMeter) -> None:
+def test_a_difference_of_a_quarter_is_not_told(mesh: MakeMeter) -> None:
     mesh(ClusterSpec.star(["400 Mbit/s", "300 Mbit/s", "500 Mbit/s"]))
     assert compare_rates(ClusterSpec.star(["400 Mbit/s"] * 3), 60.0) == []
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tuning_world import World, configuration, result_of
@@ -21,7 +22,7 @@ from lightning_autosync.measure.session import ContenderError
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.tuning import comparison
+from lightning_autosync.search.tuning import comparison, run
 from lightning_autosync.search.tuning.comparison import FinalComparison, announcement, compare, judged
 from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.opponents import builder_plans
@@ -310,3 +311,27 @@ def test_a_search_by_prediction_alone_needs_rates_and_time():
     assert predicted_plan(world.job, Constants(), seconds=0) is None
     unknown = replace(world.job, cluster=ClusterSpec.uniform(nodes=4, devices=1, name="unknown"))
     assert predicted_plan(unknown, Constants(), seconds=1.0) is None
+
+
+def test_a_search_by_prediction_that_fails_costs_no_comparison(monkeypatch, caplog):
+    monkeypatch.setattr(run, "rank_plans", Mock(side_effect=RuntimeError("no plan fits")))
+    assert predicted_plan(World().job, Constants(), seconds=1.0) is None
+    assert "the search by prediction alone failed, so its plan is not compared: no plan fits" in caplog.text
+
+
+@pytest.mark.parametrize("builder", [None, "ps"])
+def test_the_predicted_plan_joins_others_and_does_not_stand_for_them(monkeypatch, caplog, tmp_path, builder):
+    job = World().job
+    predicted = build("ps", job.workload, job.cluster)
+    monkeypatch.setattr(run, "predicted_plan", lambda *_: predicted)
+    monkeypatch.setattr(run, "compare", lambda _job, _session, plans, *_: plans)
+    caplog.set_level("INFO")
+    tuning = Mock(_job=job, _directory=tmp_path, _settings=Mock(finalists=3))
+    tuning._best_builder.return_value = None if builder is None else Opponent(name=builder, seconds=1.0)
+    trials, opponents = Mock(own=None, records=list), Mock(fastest=lambda *_: [])
+    if builder is None:
+        with pytest.raises(TuningError, match="none of 0 trials completed"):
+            TuningRun._compare(tuning, None, trials, opponents)
+    else:
+        assert list(TuningRun._compare(tuning, None, trials, opponents)) == ["ps"]
+        assert "ps is also the plan found by prediction alone" in caplog.text

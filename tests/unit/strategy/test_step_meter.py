@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
+from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.plan import Schedule, builders, compile_plan
 from lightning_autosync.plan.traffic import sent_bytes
 from lightning_autosync.replay import Constants
+from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.resolution import Resolution
+from lightning_autosync.strategy.tuning import step_meter
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter, overlap
 from lightning_autosync.workload import Variable, Workload
 
@@ -21,10 +26,14 @@ FREE = Constants(framing=1.0)
 
 
 def trace(
-    *spans: tuple[float | None, float | None], forward: float = 0.1, backward: float = 0.3, end: float = 0.5
+    *spans: tuple[float | None, float | None],
+    forward: float = 0.1,
+    backward: float = 0.3,
+    end: float = 0.5,
+    origin: float = 0.0,
 ) -> StepTrace:
     started, completed = tuple(start for start, _ in spans), tuple(stop for _, stop in spans)
-    return StepTrace(forward, backward, end, end, started, started, completed)
+    return StepTrace(forward, backward, end, end, started, started, completed, origin)
 
 
 def resolution(cluster: ClusterSpec = PAIR, builder: str = "all_reduce") -> Resolution:
@@ -48,10 +57,38 @@ def figures(*traces: StepTrace, found: Resolution | None = None) -> StepFigures:
 
 
 def test_times_are_medians_so_that_a_pause_does_not_count() -> None:
-    found = figures(trace(end=0.5), trace(end=9.0), trace(end=0.4))
-    assert found.step_time == 0.5
+    found = figures(trace(end=0.5), trace(end=9.0, origin=0.5), trace(end=0.4, origin=9.5))
+    assert found.step_time == pytest.approx(0.5)
     assert found.wait == pytest.approx(0.2)
     assert found.plan_changes == 3
+
+
+def test_work_between_two_steps_belongs_to_the_step_time() -> None:
+    meter, found = StepMeter(0), resolution()
+    for origin in (0.0, 0.7, 1.4):  # 0.2 s lie between the end of each synchronization and the next trace
+        meter.add(trace(end=0.5, origin=origin), schedule_of(found))
+    taken = meter.take(found, FREE, 0)
+    assert taken is not None
+    assert taken.step_time == pytest.approx(0.7)
+    meter.add(trace(end=0.5, origin=2.1), schedule_of(found))
+    taken = meter.take(found, FREE, 0)
+    assert taken is not None
+    assert taken.step_time == pytest.approx(0.7)
+
+
+def test_memory_is_bounded_if_nobody_asks_for_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_meter, "_MOST", 3)
+    slow = [trace(end=9.0, origin=9.0 * step) for step in range(9)]
+    assert figures(*slow, *(trace(origin=81.0 + step) for step in range(3))).wait == pytest.approx(0.2)
+
+
+def test_models_on_accelerators_are_not_timed() -> None:
+    replica = object.__new__(ExactReplica)
+    replica._engine, replica._tuning = Mock(), Mock()
+    for device, timed in (("meta", False), ("cpu", True)):
+        replica._module = nn.Linear(1, 1, device=device)
+        assert replica.measure_steps() is timed
+        assert replica._tuning.measure_steps.called is timed
 
 
 @pytest.mark.parametrize(
@@ -78,9 +115,8 @@ def test_overlap_is_unknown_without_a_message() -> None:
 def test_bytes_are_those_of_the_plans_that_synchronized_the_steps() -> None:
     one, other = resolution(), resolution(builder="ps")
     meter, rank = StepMeter(1), 1
-    meter.add(trace(), schedule_of(one))
-    meter.add(trace(), schedule_of(other))
-    meter.add(trace(), schedule_of(other))
+    for number, each in enumerate((one, other, other)):
+        meter.add(trace(origin=number), schedule_of(each))
     found = meter.take(other, FREE, 0)
     sent = [sent_bytes(schedule_of(each)) for each in (one, other)]
     assert found is not None
