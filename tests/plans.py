@@ -59,6 +59,7 @@ def groups(
     # Rows that are gathered once need no server.
     once = not dense and architecture == "all_reduce"
     allowed = topologies.everywhere() + (("shared_memory",) if shares else ()) + (("gather_rows",) if once else ())
+    allowed = [name for name in allowed if topologies.find(name).compresses or not lossy]
     topology = draw(st.sampled_from(allowed))
     kinds = ["fp16", "bf16", "int8", "topk", "powersgd"] if lossy else ["none"]
     compressor = Compressor(kind=draw(st.sampled_from(kinds)))

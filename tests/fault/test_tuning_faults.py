@@ -7,12 +7,11 @@ from soak import Fault, Seen, Soak
 from soak_calls import DELAY, EXCEPTION, KILL, STOP, TUNING
 from tuning_soak_calls import AGAIN, END, NO_CONNECTION, OPENING, OTHER_PLAN, PASS, SURVEY
 
+pytestmark = pytest.mark.slow  # whole jobs, with an undisturbed one of each size beside them
 GOES_ON = {DELAY, NO_CONNECTION}
-FEW = [
+FAULTS = [
     (KILL, OPENING, 1),
     (NO_CONNECTION, OPENING, 1),
-]
-MORE = [
     (KILL, SURVEY, 1),
     (KILL, AGAIN, 1),
     (OTHER_PLAN, PASS, 8),
@@ -43,10 +42,8 @@ def meet(soak: Soak, kind: str, moment: str, count: int, size: int, victim: int)
     return soak.run(fault)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("kind", "moment", "count"), [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
-)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("kind", "moment", "count"), FAULTS)
 def test_a_fault_around_a_switch_hangs_nobody_and_is_named(
     soak: Soak, kind: str, moment: str, count: int, size: int
 ) -> None:
@@ -57,7 +54,6 @@ def test_a_fault_around_a_switch_hangs_nobody_and_is_named(
     assert seen.ok == (kind in GOES_ON), seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KILL, STOP, EXCEPTION, NO_CONNECTION])
 def test_so_does_one_of_the_first_rank(soak: Soak, kind: str) -> None:
     seen = meet(soak, kind, OPENING, 1, size=3, victim=0)
