@@ -73,6 +73,7 @@ def train(strategy: Strategy) -> tuple[Digits, dict[str, float]]:
         strategy=strategy,
         accelerator="cpu",
         devices=RANKS,
+        precision="64-true",  # in single precision, training enlarges differences of rounding on some processors
         max_epochs=EPOCHS,
         callbacks=[StepTimes()],
         logger=False,
@@ -145,7 +146,7 @@ def main() -> int:
     quieten()
     console = Console(width=max(110, Console().width))
     worst = train_beside_ddp(console)
-    equal = worst < 1e-4
+    equal = worst < 1e-6
     console.print(f"Weights {'equal' if equal else 'DIFFER FROM'} DDP's up to floating-point order ({worst:.1e}).")
     console.print(
         "The plan above shows what plans can say, and is not meant to be fast: on one machine no link is slow, "
