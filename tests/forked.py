@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerContext
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.workers import process
 
 PRELOADED = [
@@ -37,20 +38,25 @@ _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[at
 
 
 class Popen(subprocess.Popen[Any]):
-    """``subprocess.Popen``, except that commands of this interpreter are forked; they see all that tests import."""
+    """``subprocess.Popen``, except that commands of this interpreter are forked; they see all that tests import.
 
+    Attributes:
+        enters_namespaces: whether to fork also for ``ip netns exec NAME``; otherwise ``ip`` starts new interpreters.
+    """
+
+    enters_namespaces = False
     _fork: popen_forkserver.Popen | None = None
 
     def _execute_child(self, *values: Any) -> None:
         given = _EXECUTE.bind(self, *values).arguments
-        command = given["args"]
+        namespace, command = _split(given["args"]) if self.enters_namespaces else ("", given["args"])
         if command[0] != sys.executable or given["preexec_fn"] is not None:
             super()._execute_child(*values)  # type: ignore[misc]
             return
         pipes = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = [_Stream(own if pipe == -1 else pipe) for own, pipe in enumerate(pipes)]
         environment = dict(os.environ if given["env"] is None else given["env"])
-        order = (command[1:], given["cwd"], environment, given["start_new_session"], streams)
+        order = (command[1:], given["cwd"], environment, given["start_new_session"], streams, namespace)
         self._fork = popen_forkserver.Popen(context().Process(target=_main, args=order))
         self.pid = self._fork.pid
         self._child_created = True
@@ -94,8 +100,13 @@ def run(command: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def fork_workers() -> None:
-    """From now on, this process and those that it forks start the workers of pools as forks."""
+def fork_workers(enter_namespaces: bool = False) -> None:
+    """From now on, this process and those that it forks start the workers of pools as forks.
+
+    Args:
+        enter_namespaces: whether workers behind emulated links are forks, too.
+    """
+    Popen.enters_namespaces = enter_namespaces
     names = {"Popen": Popen, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
     process.subprocess = SimpleNamespace(**names)  # type: ignore[assignment]
 
@@ -126,10 +137,13 @@ def _main(
     environment: Mapping[str, str],
     new_session: bool,
     streams: Sequence[int],
+    namespace: str,
 ) -> None:
     """Do in this process what a new interpreter does with ``words``."""
     if new_session:
         os.setsid()
+    if namespace:
+        netns._run_in(namespace, lambda: None)  # this thread stays there, and those that it starts
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)
@@ -144,6 +158,11 @@ def _main(
         _run(words)
     finally:
         atexit._run_exitfuncs()
+
+
+def _split(command: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The network namespace in which ``ip`` would run a command, and that command."""
+    return (command[3], command[4:]) if [*command[:3]] == ["ip", "netns", "exec"] else ("", command)
 
 
 def _open_streams() -> None:
