@@ -29,7 +29,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import forked  # noqa: E402
 
-from lightning_autosync.cluster import ring_time  # noqa: E402
+from lightning_autosync.cluster import ClusterSpec, ring_time  # noqa: E402
 from lightning_autosync.errors import AutoSyncError  # noqa: E402
 from lightning_autosync.measure.bench.preparation import make_cluster  # noqa: E402
+from lightning_autosync.measure.launches.settings import LaunchSettings  # noqa: E402
 from lightning_autosync.measure.models.recipes import model_of  # noqa: E402
 from lightning_autosync.measure.workers import WorkerPool  # noqa: E402
 from lightning_autosync.run_files import RunFile, alone  # noqa: E402
@@ -56,9 +58,14 @@ FORMAT = "autosync-tuning-inside/1"
 PAIRS = (
     "fat_node_star:vgg_like",
     "four_equal:vgg_like",
-    "two_racks_8to1:resnet_like",
     "ring_of_four:resnet_like",
+    "two_racks_8to1:resnet_like",
     "four_racks_of_two:bert_like",
+    "fat_node_star:bert_like",
+    "four_equal:resnet_like",
+    "ring_of_four:bert_like",
+    "two_nodes_of_four:vgg_like",
+    "two_sites_wan:resnet_like",
 )
 WELL = {"gradient_as_bucket_view": True, "static_graph": True}
 DDP: dict[str, dict[str, Any]] = {
@@ -161,11 +168,22 @@ class Found:
 
 
 class Jobs:
-    """Runs the jobs of a pair in the processes of a pool."""
+    """Runs the jobs of a pair in the processes of a pool.
 
-    def __init__(self, pool: WorkerPool, settings: dict[str, Any], cluster: dict[str, Any], directory: str) -> None:
+    Args:
+        pool: processes behind the links of the cluster.
+        settings: the configuration of the jobs, without their way to synchronize.
+        cluster: the cluster, with the rates that its links have.
+        directory: folder for the Trainer's output.
+
+    Attributes:
+        fastest: bytes/s of the fastest link.
+    """
+
+    def __init__(self, pool: WorkerPool, settings: dict[str, Any], cluster: ClusterSpec, directory: str) -> None:
         self._pool, self._settings = pool, settings
-        self._rest = {"cluster": cluster, "plan": None, "directory": directory}
+        self._rest = {"cluster": cluster.to_dict(), "plan": None, "directory": directory}
+        self.fastest = fastest_of(cluster)
 
     def train(self, strategy: str, steps: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """What `tuning_inside_calls.train` returns on each rank."""
@@ -194,8 +212,7 @@ def settings_of(pair: str) -> dict[str, Any]:
         settings[kind] = yaml.safe_load((ROOT / "conf" / kind / f"{name}.yaml").read_text())
     if not rate:
         shipped = make_cluster(TrainingSettings.parse(settings), None)
-        fastest = max(each for link in shipped.links for each in (link.bandwidth, link.reverse_bandwidth) if each)
-        wanted = fastest * ring_time(shipped, size_of(settings)) / RING
+        wanted = fastest_of(shipped) * ring_time(shipped, size_of(settings)) / RING
         rate = f"{8e-6 * min(FASTEST, wanted):.0f} Mbit/s"
         settings["model"]["scale"] *= min(1.0, FASTEST / wanted)
     return {**settings, "cluster_fastest": rate}
@@ -206,6 +223,25 @@ def size_of(settings: dict[str, Any]) -> int:
     return model_of(settings["model"]).workload("dense").bytes
 
 
+def fastest_of(cluster: ClusterSpec) -> float:
+    """Bytes/s of the fastest link."""
+    return max(each for link in cluster.links for each in (link.bandwidth, link.reverse_bandwidth) if each)
+
+
+@contextmanager
+def running_jobs(settings: dict[str, Any], timeout: float) -> Iterator[Jobs]:
+    """Processes behind emulated links that run the jobs of a pair; a job may take ``timeout`` seconds."""
+    parsed = TrainingSettings.parse(settings)
+    cluster = make_cluster(parsed, None)
+    assert isinstance(parsed.launch, LaunchSettings)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        parsed.launch.open(cluster) as launch,
+        WorkerPool(cluster.world_size, launch, timeout=timeout) as pool,
+    ):
+        yield Jobs(pool, settings, cluster, directory)
+
+
 def measure(pair: str, seconds: float, steps: int) -> Found:
     """Run the jobs of a pair.
 
@@ -213,16 +249,8 @@ def measure(pair: str, seconds: float, steps: int) -> Found:
         AutoSyncError: links cannot be emulated, or a rank failed.
     """
     settings, load, clock = settings_of(pair), os.getloadavg()[0], Clock()
-    parsed = TrainingSettings.parse(settings)
-    cluster = make_cluster(parsed, None)
-    assert parsed.cluster_fastest is not None
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        parsed.launch.open(cluster) as launch,  # type: ignore[union-attr]
-        WorkerPool(cluster.world_size, launch, timeout=2 * seconds + 60) as pool,
-    ):
+    with running_jobs(settings, 2 * seconds + 60) as jobs:
         clock.took("processes")
-        jobs = Jobs(pool, settings, cluster.to_dict(), directory)
         screened = {name: statistics.median(jobs.ddp(name, SCREENED)[0]) for name in DDP}
         best = min(screened, key=screened.__getitem__)
         clock.took("all of DDP")
@@ -237,7 +265,7 @@ def measure(pair: str, seconds: float, steps: int) -> Found:
     own_start = ours["seconds"] - sum(ours["steps"][1:])
     return Found(
         pair=pair,
-        fastest=parsed.cluster_fastest,
+        fastest=jobs.fastest,
         size=size_of(settings),
         screened=screened,
         ddp=best,
