@@ -7,7 +7,7 @@ seconds and rates in bytes/s. Latencies and protocol overheads are left out, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -156,15 +156,17 @@ def server_shares(spec: ClusterSpec) -> tuple[float, ...]:
     """[ranks] share of the data that each rank should reduce as a server; the shares sum to 1.
 
     ``w_i = (T b_i / S - 1) / (n - 2)``, but at least 0. T is the closed form of :func:`one_switch_time` for size S, and
-    b_i is the rate of the rank's way out of its node: the node's links, shared equally by its ranks. On one switch with
-    one rank per node these shares reach the bound. Two ranks send the same amount for any shares, so theirs are
-    proportional to b_i.
+    b_i is the rate at which the rank exchanges equal amounts with all ranks of other nodes over the node's own links,
+    which its ranks share equally. On one switch with one rank per node these shares reach the bound. Two ranks send the
+    same amount for any shares, so theirs are proportional to b_i.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
     spec.require_measured()
-    ways_out = numpy.array([_way_out(spec, index) for index in spec.rank_nodes])
+    link_graph = LinkGraph(spec)
+    rates = [_way_out(link_graph, node) for node in range(len(spec.nodes))]
+    ways_out = numpy.array([rates[node] for node in spec.rank_nodes])
     count = len(ways_out)
     weights = ways_out
     if count > 2:
@@ -172,22 +174,24 @@ def server_shares(spec: ClusterSpec) -> tuple[float, ...]:
     return tuple(float(share) for share in weights / weights.sum())
 
 
-def _way_out(spec: ClusterSpec, node_index: int) -> float:
-    """Bytes/s at which a rank of the node can both send and receive; the local rate if there are no links."""
-    node = spec.nodes[node_index]
-    if not spec.links:
+def _way_out(link_graph: LinkGraph, node: int) -> float:
+    """Bytes/s at which a rank of the node both sends to and receives from others; the local rate without others.
+
+    Each pair of ranks has one route. So a link counts as far as routes use it, and not at all if none does.
+    """
+    spec = link_graph.spec
+    own = spec.ranks_of(node)
+    others = [rank for rank in range(spec.world_size) if spec.rank_nodes[rank] != node]
+    if not spec.links or not others:
         return spec.local_bandwidth
-    rates = numpy.array(list(_link_rates(spec, node.name)), dtype=float)
-    return float(rates.sum(axis=0).min()) / node.devices
-
-
-def _link_rates(spec: ClusterSpec, name: str) -> Iterator[tuple[float | None, float | None]]:
-    """Bytes/s out of the node and into it, for each of its links."""
-    for link in spec.links:
-        if link.a == name:
-            yield link.bandwidth, link.reverse_bandwidth
-        elif link.b == name:
-            yield link.reverse_bandwidth, link.bandwidth
+    name = spec.nodes[node].name
+    links = [number for number, link in enumerate(spec.links) if name in (link.a, link.b)]
+    channels = [2 * number + way for number in links for way in (0, 1)]
+    rates = link_graph.capacities[channels]
+    if len(links) > 1:
+        uses = link_graph.loads([(own[0], other) for other in others] + [(other, own[0]) for other in others])[channels]
+        rates = rates[uses > 0] * len(others) / uses[uses > 0]
+    return float(rates.min()) / len(own)
 
 
 def _one_switch(spec: ClusterSpec) -> list[int]:

@@ -162,6 +162,34 @@ def test_measured_examples_of_one_switch() -> None:
     assert server_shares(ClusterSpec.uniform(1, devices=4)) == pytest.approx([0.25] * 4)
 
 
+def test_links_that_no_route_uses_do_not_raise_a_share() -> None:
+    """A node with a second link, which is slower, has the share of one that has only the first."""
+    star = ClusterSpec.star([2e8, 1e8, 1e8, 1e8]).to_dict()
+    nodes, (switch,) = [node["name"] for node in star["nodes"]], star["switches"]
+    spare = {"a": nodes[1], "b": "spare", "bandwidth": 5e7, "latency": 1.0}
+    way_on = {"a": "spare", "b": switch, "bandwidth": 5e7, "latency": 1.0}
+    more = {**star, "switches": [switch, "spare"], "links": [*star["links"], spare, way_on]}
+    assert server_shares(ClusterSpec.from_dict(more)) == pytest.approx(server_shares(ClusterSpec.from_dict(star)))
+
+
+def test_a_node_with_two_links_has_the_share_that_its_routes_allow() -> None:
+    """The first node reaches one of the two other nodes over each of its links, and a third one over the first."""
+    names = ["middle", "left", "right", "far"]
+    links = [("middle", "left", 1e8), ("middle", "right", 1e8), ("left", "far", 1e8)]
+    spec = ClusterSpec.from_dict(
+        {
+            "format": ClusterSpec.FORMAT,
+            "name": "c",
+            "nodes": [{"name": name} for name in names],
+            "links": [{"a": a, "b": b, "bandwidth": rate} for a, b, rate in links],
+        }
+    )
+    # Two of three routes use the busier link: 1.5e8 bytes/s to three others, for the middle node and the left one.
+    ways_out = numpy.array([1.5e8, 1.5e8, 1e8, 1e8])
+    weights = numpy.maximum(one_switch_time(ways_out.tolist(), 1.0) * ways_out - 1, 0)
+    assert server_shares(spec) == pytest.approx(weights / weights.sum())
+
+
 def test_two_racks_do_not_care_for_the_order_of_ranks_but_a_ring_does() -> None:
     spec = resolve_cluster("two_racks_2to1")
     mixed = spec.with_rank_order([f"node{4 * (rank % 2) + rank // 2}" for rank in range(8)])
