@@ -7,16 +7,22 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
-from lightning_autosync.measure.probe.quick import survey_job
+from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 
 
 def survey(limit: float = 10.0) -> dict[str, Any]:
     """What a survey found, as plain data."""
     found = survey_job(60.0, limit)
     return {**asdict(found), "cluster": found.cluster.to_dict()}
+
+
+def compare(described: dict[str, Any]) -> list[str]:
+    """The links whose rates are far from a description."""
+    return compare_rates(ClusterSpec.from_dict(described), 60.0)
 
 
 def survey_without_connection() -> dict[str, Any]:

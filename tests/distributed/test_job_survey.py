@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,3 +111,39 @@ def test_switches_and_racks_are_found(name: str) -> None:
         for link in truth.links
     )
     check_rates(ClusterSpec.from_dict(found["cluster"]), truth.model_copy(update={"links": links}))
+
+
+TOLD = r"(.*): described as 200 Mbit/s, measured (.*) Mbit/s"
+RATES = ("200 Mbit/s", "100 Mbit/s")
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+def test_a_link_with_half_of_its_described_rate_is_named_and_a_true_description_is_not() -> None:
+    described = ClusterSpec.star(["200 Mbit/s"] * 4)
+    truth = ClusterSpec.star(["200 Mbit/s", "200 Mbit/s", "100 Mbit/s", "200 Mbit/s"])
+    with EmulatedLaunch(truth) as launch, WorkerPool(4, launch) as pool:
+        far, *others = pool.run(survey_calls.compare, described=described.to_dict())
+        honest = pool.run(survey_calls.compare, described=truth.to_dict())
+    assert others == [[]] * 3
+    assert honest == [[]] * 4
+    told = {link: float(rate) for link, rate in (re.fullmatch(TOLD, text).groups() for text in far)}
+    assert told == {way: pytest.approx(100, rel=TOLERANCE) for way in ("link node2 > switch", "link switch > node2")}
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+def test_an_uplink_with_half_of_its_described_rate_is_named_and_a_true_description_is_not() -> None:
+    described, truth = (ClusterSpec.racks(2, 3, bandwidth="200 Mbit/s", uplink=uplink) for uplink in RATES)
+    with EmulatedLaunch(truth) as launch, WorkerPool(6, launch) as pool:
+        far = pool.run(survey_calls.compare, described=described.to_dict())[0]
+        honest = pool.run(survey_calls.compare, described=truth.to_dict())[0]
+    assert honest == []
+    told = {link: float(rate) for link, rate in (re.fullmatch(TOLD, text).groups() for text in far)}
+    assert told == {
+        way: pytest.approx(100, rel=TOLERANCE)
+        for rack in ("rack0", "rack1")
+        for way in (f"link {rack} > core", f"link core > {rack}")
+    }

@@ -61,16 +61,52 @@ def far_rates(described: ClusterSpec, flows: Sequence[Flow], rates: Sequence[flo
         for sends in (True, False):
             own = [number for number, flow in enumerate(flows) if flow[not sends] == node]
             wanted, measured = (sum(some[number] for number in own) for some in (expected, rates))
-            slow, fast = (1 - FAR_AT_START) * min(wanted, _MEASURABLE), (1 + FAR_AT_START) * wanted
-            if not own or slow <= measured <= fast:
+            if not own or not _is_far(wanted, measured):
                 continue
             link, limit = fair.end_of(flows[own[0]], sends)
             if len(names) == 2:
                 link = f"{names[flows[own[0]][0]]} > {names[flows[own[0]][1]]}"
             elif wanted < _LIMITS * limit:
                 link = f"{name} {'to' if sends else 'from'} {'all others' if len(own) > 1 else 'another node'}"
-            found[node, sends] = f"{link}: described as {_rate(wanted)}, measured {_rate(measured)}"
+            found[node, sends] = _phrase(link, wanted, measured)
     return found
+
+
+def far_links(described: ClusterSpec, flows: Sequence[Flow], rates: Sequence[float]) -> dict[str, str]:
+    """Phrases, by link, on links that several nodes share and whose measured rates are far from the described ones.
+
+    Args:
+        described, flows, rates: as for `far_rates`. Only links that the flows would fill by the description count.
+    """
+    fair, found = FairCluster(described), dict[str, str]()
+    expected = fair.rates(flows)
+    for link, wanted, crossing in fair.filled(flows):
+        measured = sum(rates[number] for number in crossing)
+        # A node whose own link is slow makes shared ones look slow, but the other nodes then get more of these.
+        if _is_far(wanted, measured) and _all_on_one_side(flows, crossing, expected, rates):
+            found[link] = _phrase(link, wanted, measured)
+    return found
+
+
+def _all_on_one_side(
+    flows: Sequence[Flow], crossing: Sequence[int], expected: Sequence[float], rates: Sequence[float]
+) -> bool:
+    """Whether all nodes whose flows cross a link get less over it than expected, or all of them get more."""
+    less = set()
+    for end in (0, 1):
+        for node in {flows[number][end] for number in crossing}:
+            own = [number for number in crossing if flows[number][end] == node]
+            less.add(sum(rates[number] for number in own) < sum(expected[number] for number in own))
+    return len(less) == 1
+
+
+def _is_far(described: float, measured: float) -> bool:
+    slow, fast = (1 - FAR_AT_START) * min(described, _MEASURABLE), (1 + FAR_AT_START) * described
+    return not slow <= measured <= fast
+
+
+def _phrase(link: str, described: float, measured: float) -> str:
+    return f"{link}: described as {_rate(described)}, measured {_rate(measured)}"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.measure.errors import LaunchError
-from lightning_autosync.measure.probe.description import far_rates
+from lightning_autosync.measure.probe.description import far_links, far_rates
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.shape import Hosts, make_cluster, node_names
 from lightning_autosync.measure.probe.survey import DECISIVE_WINDOWS, FULL_WINDOWS, Flow, everybody, take_survey
@@ -69,16 +69,17 @@ def survey_job(timeout: float, limit: float = 10.0) -> JobSurvey:
     return JobSurvey(ClusterSpec.from_dict(document, source="survey"), seconds, meter.machines, fault)
 
 
-def compare_rates(described: ClusterSpec, timeout: float, limit: float = 1.0) -> list[str]:
+def compare_rates(described: ClusterSpec, timeout: float, limit: float = 3.0) -> list[str]:
     """Compare a description with what the nodes of the job send and receive; collective.
 
-    All nodes send to all others at once, which takes less than a second. A node whose rate is far from what the
-    description leads to is measured again by itself. It is told only if that rate is far, too.
+    All nodes send to all others at once, which takes about half a second. This is repeated if a link that several nodes
+    share has a rate that is far from the description. Otherwise a node whose rate is far is measured again by itself.
+    A rate is told only if it is far in the second measurement, too.
 
     Args:
         described: the description, with rates.
         timeout: seconds within which two ranks must reach each other.
-        limit: seconds that this may take. Nodes for which there is no time are not told.
+        limit: seconds that this may take, if rates are far. Nodes for which there is no time are not told.
 
     Returns:
         On rank 0, phrases on links with their described and measured rates. The list is empty on other ranks, if rates
@@ -110,7 +111,12 @@ def _far(meter: MeshMeter, described: ClusterSpec, order: Sequence[int]) -> list
         return meter.rates([(order[i], order[j]) for i, j in flows], factor)
 
     flows, found = everybody(len(order)), list[str]()
-    suspects = far_rates(described, flows, rates(flows, FULL_WINDOWS))
+    measured = rates(flows, FULL_WINDOWS)
+    if links := far_links(described, flows, measured):
+        again = rates(flows, DECISIVE_WINDOWS)
+        # No rates: there was no time.
+        return [text for link, text in far_links(described, flows, again).items() if link in links and any(again)]
+    suspects = far_rates(described, flows, measured)
     for node in dict.fromkeys(node for node, _ in suspects):
         fans = {sends: [flow for flow in flows if flow[not sends] == node] for sends in (True, False)}
         meter.prepare([[(order[i], order[j]) for i, j in fan] for fan in fans.values()], DECISIVE_WINDOWS)

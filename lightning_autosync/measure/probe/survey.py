@@ -68,13 +68,31 @@ class FairCluster:
 
     def end_of(self, flow: Flow, first: bool) -> tuple[str, float]:
         """The first link on a flow's route, or the last one: its name and its bytes/s in the flow's direction."""
-        channel = self._topology.channels[self.route(flow)[0 if first else -1]]
-        assert channel.bandwidth is not None
-        return f"link {channel.source} > {channel.target}", channel.bandwidth
+        channel = self.route(flow)[0 if first else -1]
+        return self._name(channel), self._capacities[channel]
 
     def rates(self, flows: Sequence[Flow]) -> list[float]:
         """Bytes/s of simultaneous flows."""
         return fair_rates([self.route(flow) for flow in flows], self._capacities)
+
+    def filled(self, flows: Sequence[Flow]) -> list[tuple[str, float, list[int]]]:
+        """The shared links that simultaneous flows fill: name, bytes/s, and indices of the flows that cross it.
+
+        A link is shared if flows from several nodes and to several nodes cross it.
+        """
+        crosses: dict[int, list[int]] = {}
+        for number, flow in enumerate(flows):
+            for channel in self.route(flow):
+                crosses.setdefault(channel, []).append(number)
+        rates, found = self.rates(flows), []
+        for channel, some in sorted(crosses.items()):
+            shared = all(len({flows[number][end] for number in some}) > 1 for end in (0, 1))
+            if shared and sum(rates[number] for number in some) > _NEARLY * self._capacities[channel]:
+                found.append((self._name(channel), self._capacities[channel], some))
+        return found
+
+    def _name(self, channel: int) -> str:
+        return f"link {self._topology.channels[channel].name}"
 
     def full(self, flows: Sequence[Flow], rates: Sequence[float]) -> tuple[float, float]:
         """How measured ``rates`` (bytes/s) use the links that several flows share and could fill.
@@ -106,7 +124,7 @@ def candidate_groups(contrast: NDArray[numpy.float64]) -> Iterator[tuple[int, ..
             Flows through a common bottleneck get less than 1 and leave more for the others.
     """
     nodes = len(contrast)
-    if nodes < 4:  # with fewer than two nodes inside and outside, it is one node's link
+    if nodes < LEAST_RACKED:  # with fewer than two nodes inside and outside, it is one node's link
         return
     logarithm = numpy.log(numpy.maximum(contrast, 1e-3))
     nearness = (logarithm + logarithm.T) / 2
@@ -124,6 +142,8 @@ def candidate_groups(contrast: NDArray[numpy.float64]) -> Iterator[tuple[int, ..
 
 Floats = NDArray[numpy.float64]
 
+LEAST_RACKED = 4
+"""Nodes from which on two of them can share an up-link to two others."""
 TRUNK = 0.85
 """A group that sends less than this share of what its nodes could send has an up-link of its own."""
 ALONE = 0.75
@@ -213,7 +233,10 @@ def take_survey(meter: Rates, nodes: int, every_pair: bool | None) -> Survey:
         survey.alone |= _measure_alone(meter, [flow for flow in flows if flow not in survey.alone])
         survey.mesh = _direct_links(meter, survey)
         return survey
-    find_trunks(meter, survey, list(candidate_groups(contrast)), brief=every_pair is None)
+    groups = list(candidate_groups(contrast))
+    if not groups and nodes >= LEAST_RACKED:
+        groups = _groups_of_shifts(meter, survey)
+    find_trunks(meter, survey, groups, brief=every_pair is None)
     survey.paces = {node: meter.pace(node) for node in range(nodes) if _never_filled(survey, node)}
     return survey
 
@@ -351,6 +374,36 @@ def find_trunks(meter: Rates, survey: Survey, groups: Sequence[tuple[int, ...]],
         del survey.trunks[group]
         if is_slow(group):
             survey.trunks[group] = found[group]
+
+
+def _groups_of_shifts(meter: Rates, survey: Survey) -> list[tuple[int, ...]]:
+    """Groups of nodes that may share an up-link that limits all-to-all traffic as much as the nodes' own links do.
+
+    Such traffic does not show them. Where each node sends to one other, an up-link limits more than the nodes' links.
+    Two such sets of flows are measured first. All of them are measured if one of these two is slow.
+    """
+    nodes = survey.nodes
+    sets = [[(node, (node + shift) % nodes) for node in range(nodes)] for shift in range(1, nodes)]
+
+    def contrasts(some: Sequence[Sequence[Flow]]) -> dict[Flow, float]:
+        meter.prepare(some, DECISIVE_WINDOWS)
+        return {
+            flow: rate / expected
+            for flows in some
+            for flow, rate, expected in zip(
+                flows, meter.rates(flows, DECISIVE_WINDOWS), expected_rates(survey, flows), strict=True
+            )
+        }
+
+    if min(contrasts([sets[0], sets[nodes // 2 - 1]]).values()) >= TRUNK:
+        return []
+    found = contrasts(sets)
+    if not all(found.values()):  # there was no time
+        return []
+    contrast = numpy.full((nodes, nodes), numpy.nan)
+    for flow, value in found.items():
+        contrast[flow] = value
+    return list(candidate_groups(contrast))
 
 
 def _loaded(survey: Survey, flows: Sequence[Flow]) -> float:

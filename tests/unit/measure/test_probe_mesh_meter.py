@@ -199,6 +199,29 @@ def test_so_is_one_that_is_faster(mesh: MakeMeter) -> None:
     assert "link node2 > switch: described as 100 Mbit/s, measured 400 Mbit/s" in found
 
 
+def test_an_uplink_that_is_slower_than_described_is_named_and_not_its_nodes(mesh: MakeMeter) -> None:
+    described, truth = (ClusterSpec.racks(2, 3, bandwidth="400 Mbit/s", uplink=rate) for rate in (50e6, 25e6))
+    meter = mesh(truth)
+    ends = [link for link in described.links if not {link.a, link.b} & {node.name for node in described.nodes}]
+    ways = [way for link in ends for way in (f"{link.a} > {link.b}", f"{link.b} > {link.a}")]
+    assert compare_rates(described, 60.0) == [
+        f"link {way}: described as 400 Mbit/s, measured 200 Mbit/s" for way in ways
+    ]
+    assert meter.now < 1.5
+
+
+def test_a_slow_node_in_a_rack_is_named_and_not_its_uplink(mesh: MakeMeter) -> None:
+    described = ClusterSpec.racks(2, 2, bandwidth="400 Mbit/s", uplink="480 Mbit/s")
+    links = [
+        link.model_copy(update={"bandwidth": 5e6, "reverse_bandwidth": 5e6}) if "node0" in (link.a, link.b) else link
+        for link in described.links
+    ]
+    mesh(described.model_copy(update={"links": tuple(links)}))
+    told = compare_rates(described, 60.0)
+    assert told
+    assert all("link" in line and "node0" in line for line in told)
+
+
 def test_two_nodes_are_named_together(mesh: MakeMeter) -> None:
     mesh(ClusterSpec.star(["1 Gbit/s", "200 Mbit/s"]))
     assert compare_rates(ClusterSpec.star(["1 Gbit/s", "1 Gbit/s"]), 60.0) == [
