@@ -229,7 +229,7 @@ class Soak:
                 if any(one is None or one["error"] for one in found):
                     raise SystemExit(f"soak: the undisturbed job of {size} ranks, {mode}, failed: {found}")
                 if mode == TUNING and not all(one["trials"] for one in found):
-                    raise SystemExit(f"soak: the undisturbed job of {size} ranks tried no plan")
+                    raise SystemExit(f"soak: the undisturbed job of {size} ranks tried no plan: {found[0]['tuning']}")
                 self._undisturbed[mode, size] = _weights(found[0])
             return self._undisturbed[mode, size]
 

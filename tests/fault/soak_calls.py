@@ -31,6 +31,7 @@ from tuning_soak_calls import TUNED_EPOCHS, TUNES, tuning
 from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.search.storages import open_storage
+from lightning_autosync.strategy.tuning.report import TuningReport
 
 HEARTBEAT = HeartbeatSettings(interval=0.2, shortest=2.0, longest=4.0, redial=2.0)
 TIMEOUT = 6.0
@@ -184,7 +185,9 @@ def train(
         error = f"{type(cause).__name__}: {cause}"
     values = torch.cat([value.detach().flatten() for value in module.parameters()]).numpy()
     weights = base64.b64encode(values.astype(np.float32).tobytes()).decode()
-    return {"error": error, "weights": weights, "steps": module.made, "trials": _trials(module) if tunes else 0}
+    report = _report(module) if tunes else None
+    told = {"trials": 0, "tuning": ""} if report is None else {"trials": len(report.trials), "tuning": str(report)}
+    return {"error": error, "weights": weights, "steps": module.made, **told}
 
 
 def _trainer(mode: str, size: int, folder: str, wrong: bool) -> Trainer:
@@ -224,12 +227,11 @@ def _tuning_trainer(size: int) -> Trainer:
     )
 
 
-def _trials(module: LightningModule) -> int:
-    """Number of plans that a job has tried; 0 if it ended before training."""
+def _report(module: LightningModule) -> TuningReport | None:
+    """What a job says of its tuning; None if it ended before training."""
     with suppress(RuntimeError):  # the module had no Trainer yet
-        report = module.trainer.strategy.report()
-        return 0 if report is None else len(report.trials)
-    return 0
+        return module.trainer.strategy.report()  # type: ignore[no-any-return, attr-defined]
+    return None
 
 
 def keep_study(

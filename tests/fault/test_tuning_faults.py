@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from soak import Fault, Seen, Soak
-from soak_calls import DELAY, EXCEPTION, KILL, STOP, TUNING
-from tuning_soak_calls import AGAIN, END, NO_CONNECTION, OPENING, OTHER_PLAN, PASS, SURVEY
+from soak_calls import DELAY, EXCEPTION, KILL, STOP, TUNING, Injection
+from tuning_soak_calls import AGAIN, END, NO_CONNECTION, OPENING, OTHER_PLAN, PASS, SURVEY, tuning
 
-pytestmark = pytest.mark.slow  # whole jobs, with an undisturbed one of each size beside them
+from lightning_autosync import ClusterSpec
+from lightning_autosync.measure.probe.quick import JobSurvey
+from lightning_autosync.strategy.tuning import proposals
+
 GOES_ON = {DELAY, NO_CONNECTION}
 FAULTS = [
     (KILL, OPENING, 1),
@@ -42,6 +47,22 @@ def meet(soak: Soak, kind: str, moment: str, count: int, size: int, victim: int)
     return soak.run(fault)
 
 
+def test_jobs_try_plans_on_a_machine_that_is_too_busy_to_measure_links() -> None:
+    hosts = ClusterSpec.uniform(3, name="this job")
+    busy = JobSurvey(hosts, 3.0, 1, "links of 3 nodes take 3.2 s or more to measure, the limit is 3 s")
+    with (
+        mock.patch.object(proposals, "survey_job", return_value=busy),
+        mock.patch.object(proposals, "usable_cores", return_value=2),
+        mock.patch.object(proposals.dist, "get_world_size", return_value=3),
+        tuning(0, Injection(None, 0, mock.Mock()), seed=0),
+    ):
+        links = proposals.find_links(None, nodes=3, devices=1, probe=3.0, timeout=10.0)
+    assert links.fault == ""
+    assert links.cluster.measured
+    assert links.cluster.rank_nodes == hosts.rank_nodes
+
+
+@pytest.mark.slow  # whole jobs, with an undisturbed one of each size beside them
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("kind", "moment", "count"), FAULTS)
 def test_a_fault_around_a_switch_hangs_nobody_and_is_named(
@@ -54,6 +75,7 @@ def test_a_fault_around_a_switch_hangs_nobody_and_is_named(
     assert seen.ok == (kind in GOES_ON), seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KILL, STOP, EXCEPTION, NO_CONNECTION])
 def test_so_does_one_of_the_first_rank(soak: Soak, kind: str) -> None:
     seen = meet(soak, kind, OPENING, 1, size=3, victim=0)

@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
 from unittest import mock
 
-from lightning_autosync import TuningSettings
+from lightning_autosync import ClusterSpec, TuningSettings
 from lightning_autosync.engine.connections import _Connector
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.measure.probe import meter
+from lightning_autosync.measure.probe import mesh_meter, meter
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
-from lightning_autosync.strategy.tuning import job_tuning
+from lightning_autosync.measure.probe.quick import JobSurvey
+from lightning_autosync.plan import builders
+from lightning_autosync.search.selection import PredictedPlan
+from lightning_autosync.strategy.tuning import job_tuning, proposals
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.tuner import Tuner
 
 TUNES = TuningSettings(probe=3.0, search=0.2, plans=3, warm_up=1, passes=4, cache=None)
 TUNED_EPOCHS = 20
+PLANS = (proposals.NATIVE, "ps", "packed_trees", "partitioned_all_reduce")
+"""Builders of the plans of a job."""
+CONNECT = 3.0
+"""Seconds in which ranks must connect for a plan that is tried: each of the plans may cost a job so long."""
 OTHER_PLAN, NO_CONNECTION = "other plan", "no connection"
 SURVEY, OPENING, PASS, END, AGAIN = "survey", "opening", "pass", "end of tuning", "measuring again"
 MOMENTS = {SURVEY: 2, OPENING: 2, PASS: 30, END: 1, AGAIN: 1}
@@ -89,8 +97,21 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
 
     All ranks are on this machine, but count as hosts of their own. When trials have ended, all ranks measure links
     again. With half of the seeds they then find that links have changed, and tune again.
+
+    Links are measured, but briefly, and the rates do not count: a busy machine can make them useless, and the job would
+    then try no plan. Plans are those of `PLANS`, in place of a search, which takes a core for a second. With half of
+    the seeds the job begins with DDP's plan.
     """
-    moments = Moments(injection)
+    moments, measure = Moments(injection), proposals.survey_job
+
+    def survey(*arguments: Any, **options: Any) -> JobSurvey:
+        return with_rates(measure(*arguments, **options))
+
+    def plans(workload: Any, cluster: ClusterSpec, **_: Any) -> list[PredictedPlan]:
+        made = [builders.build(name, workload, cluster) for name in PLANS]
+        seconds = [0.01 if seed // 2 % 2 else 0.0107, 0.01, 0.01, 0.01]
+        return sorted(map(PredictedPlan, made, seconds, PLANS), key=lambda plan: plan.seconds)
+
     changes, windows = iter([["a test says so"]] if seed % 2 else []), count()
 
     def record(self: DriftWatch, window: Any) -> str:
@@ -105,13 +126,25 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
             (LiveTuner, "_open", _through(moments.open, LiveTuner._open)),
             (_Connector, "run", _through(moments.connect, _Connector.run)),
             (Tuner, "following", _through(moments.follow, Tuner.following)),
+            (proposals, "survey_job", survey),
+            (proposals, "rank_plans", plans),
+            *((mesh_meter, name, getattr(mesh_meter, name) / 4) for name in ("_HEAD", "_WINDOW", "_TAIL")),
             (meter, "_namespace", lambda: f"of rank {rank}"),
+            (job_tuning, "TRIAL_CONNECT_TIMEOUT", CONNECT),
             (DriftWatch, "record", record),
             (job_tuning, "changed_links", lambda *_: next(changes, [])),
         ]
         for owner, name, function in replaced:
             patches.enter_context(mock.patch.object(owner, name, function))
         yield
+
+
+def with_rates(survey: JobSurvey) -> JobSurvey:
+    """A survey with the hosts that were found, and with a rate of 1 Gbit/s of every link."""
+    found = survey.cluster.to_dict()
+    links = [{"a": node["name"], "b": "switch", "bandwidth": "1 Gbit/s"} for node in found["nodes"]]
+    cluster = ClusterSpec.from_dict({**found, "switches": ["switch"], "links": links})
+    return replace(survey, cluster=cluster, fault=None)
 
 
 def _after(call: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
