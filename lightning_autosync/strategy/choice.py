@@ -62,7 +62,14 @@ def choose_plan(
         return fused, f"fused native all-reduce, because the link rates of cluster '{cluster.name}' are unknown"
     native = ring_time(cluster, workload.bytes)
     name, best, build = link_method(workload, cluster)
-    times = f"predicted for cluster '{cluster.name}': {best:.3g} s a step, and {native:.3g} s with a native all-reduce"
+    dense = sum(variable.bytes for variable in workload.variables if variable.kind == "dense")
+    share = dense / workload.bytes
+    times = (
+        f"predicted for cluster '{cluster.name}': {share * best:.3g} s a step, and {share * native:.3g} s with a "
+        "native all-reduce"
+    )
+    if dense < workload.bytes:
+        times += "; touched rows of embeddings are sent in addition"
     if native <= LEAST_GAIN * best:
         fused = builders.all_reduce(workload, cluster, **(native_sizes(cluster) | sizes))
         return (

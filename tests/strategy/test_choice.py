@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from torch import nn
 
+from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_time
+from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.builders.default import shards_time
 from lightning_autosync.strategy.choice import choose_plan
@@ -83,6 +88,26 @@ def test_ranks_of_one_machine_sum_in_shared_memory_in_few_large_messages() -> No
     assert len(choose_plan(large, cluster, False, 25 * 2**20, shares_cores=True)[0].groups) == 5
     assert len(choose_plan(large, cluster, False, shares_cores=False)[0].groups) > 2
     assert len(choose_plan(large, ClusterSpec.uniform(2), False, shares_cores=True)[0].groups) > 2
+
+
+def test_predicted_times_leave_out_tables_whose_rows_are_sent() -> None:
+    star = ClusterSpec.star([1e9, 2e8, 2e8, 2e8])
+    table = Variable(name="table", shape=(1_000_000, 64), kind="row_sparse", rows=100)
+    _, reason = choose_plan(WORKLOAD, star, known=True)
+    _, with_table = choose_plan(WORKLOAD.model_copy(update={"variables": (*WORKLOAD.variables, table)}), star, True)
+    assert with_table == f"{reason}; touched rows of embeddings are sent in addition"
+
+
+def test_a_cluster_of_two_nodes_is_refused_for_a_job_on_one(tmp_path: Path) -> None:
+    pair = ClusterSpec.uniform(2, bandwidth="1 Gbit/s", name="pair")
+    pair.save(path := tmp_path / "pair.yaml")
+    settings = AutoSyncStrategy(cluster=path)._settings
+    assert resolve(settings, NET, nodes=2, devices=1).cluster == pair
+    words = f"{path}: nodes: cluster 'pair' has 2 nodes, but all 2 ranks of the job run on one; give the Trainer "
+    with pytest.raises(ClusterError, match=re.escape(words)):
+        resolve(settings, NET, nodes=1, devices=2)
+    with pytest.raises(ClusterError, match="cluster: nodes: cluster 'pair' has 2 nodes"):
+        resolve(AutoSyncStrategy(cluster=pair)._settings, NET, nodes=1, devices=2)
 
 
 def test_bucket_size_is_passed_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     "buffers": {"model": "Normalized"},
     "two optimizers": {"model": "Adversarial"},
     "thawing": {"model": "Thaws", "reference": "ThawsLate"},
-    "large embedding": {"model": "DenseTable"},
+    # Without time, the search finds no plan that is worth a trial; it ends by itself after a second.
+    "large embedding": {"model": "DenseTable", "strategy": {"tuning": {**asdict(tuning_jobs.SHORT), "search": 60.0}}},
     "views of buffers": {"model": "Plain", "strategy": {"gradient_as_bucket_view": True}},
     "static graph": {"model": "Plain", "strategy": {"static_graph": True}},
 }
@@ -124,6 +126,13 @@ def test_links_that_change_are_planned_for_again(duo) -> None:
         assert found["windows"] > 3
         assert "measured" in found["report"]["links"]
         assert "predicted for measured" in found["report"]["reason"]
+
+
+def test_ranks_wait_for_a_search_that_takes_longer_than_their_timeout(duo) -> None:
+    one, other = duo.run(tuning_jobs.slow_search)
+    assert one == other
+    assert one["fault"] == ""
+    assert one["plans"]
 
 
 def test_a_described_rate_that_is_far_from_the_link_is_told_on_the_first_rank(duo) -> None:

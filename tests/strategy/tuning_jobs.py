@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import jobs
 import models
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -34,6 +36,7 @@ from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.pass_times import PassTimes
 from lightning_autosync.strategy.tuning.proposals import JobLinks, Proposals
 from lightning_autosync.strategy.tuning.tuner import Tuner
+from lightning_autosync.workload import describe
 
 PAIR = ClusterSpec.uniform(2, bandwidth="1 Gbit/s", name="pair")
 SHORT = TuningSettings(probe=0, search=0.5, warm_up=1, passes=8, cache=None)
@@ -155,7 +158,11 @@ def fabric() -> dict[str, Any]:
 
 
 def _train_with_fabric(strategy: Any) -> nn.Module:
-    fabric = jobs.make_fabric(strategy)
+    with jobs.on_hosts_of(strategy) as hosts:
+        return _train(jobs.make_fabric(strategy, **hosts))
+
+
+def _train(fabric: Fabric) -> nn.Module:
     torch.manual_seed(3)
     module = models.Plain()
     wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -260,6 +267,21 @@ def changing_links() -> dict[str, Any]:
     report = strategy.report()
     assert report is not None
     return {"distance": jobs.distance(ours, theirs), "report": report.to_dict(), "windows": next(windows)}
+
+
+def slow_search() -> dict[str, Any]:
+    """What ranks get of a search that takes longer than they wait for each other."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    settings = AutoSyncStrategy(cluster=PAIR, tuning=SHORT, timeout=1.0)._settings
+    links, workload, search = JobLinks(PAIR, Constants()), describe(models.Plain()), proposals.rank_plans
+
+    def search_long(*arguments: Any, **options: Any) -> Any:
+        time.sleep(2.5)
+        return search(*arguments, **options)
+
+    with mock.patch.object(proposals, "rank_plans", search_long):
+        found, fault = proposals.propose(workload, links, settings, group)
+    return {"fault": fault, "plans": [] if found is None else [each.plan.fingerprint for each in found.plans]}
 
 
 def far_rates() -> list[str]:

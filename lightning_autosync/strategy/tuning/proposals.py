@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: flo
 
     Args:
         cluster: the description that the user gave, if any; it is used as it is. A warning tells rates that are far
-            from those of the links, if they can be measured in about a second.
+            from those of the links, if they can be measured in three seconds.
         nodes: number of nodes in the job.
         devices: number of ranks per node.
         probe: maximum seconds of the measurement.
@@ -103,28 +104,53 @@ def propose(
     """
     tuning = settings.tuning
     assert tuning is not None
-    found: dict[str, Any] = {}
-    if dist.get_rank(group) == 0:
-        try:
-            ranked = rank_plans(
-                workload,
-                links.cluster,
-                constants=links.constants,
-                seconds=tuning.search,
-                keep=tuning.plans + 1,
-                bucket_bytes=settings.bucket_bytes,
-            )
-            plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]
-            found = {"plans": plans}
-        except Exception as error:  # the others wait, and a job can train without a search
-            found = {"fault": f"the search for a plan failed: {type(error).__name__}: {error}"}
-    found = broadcast_json(found, group)
+
+    def search() -> dict[str, Any]:
+        ranked = rank_plans(
+            workload,
+            links.cluster,
+            constants=links.constants,
+            seconds=tuning.search,
+            keep=tuning.plans + 1,
+            bucket_bytes=settings.bucket_bytes,
+        )
+        plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]
+        return {"plans": plans}
+
+    found = _first_rank_result(search, settings.timeout, group)
     if "fault" in found:
         rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
         return None, found["fault"]
     native = next(number for number, each in enumerate(found["plans"]) if each["origin"] == NATIVE)
     alternatives = [_alternative(each, number == native) for number, each in enumerate(found["plans"])]
     return _ordered(alternatives, links, tuning.plans), ""
+
+
+def _first_rank_result(
+    search: Callable[[], dict[str, Any]], timeout: float, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """What ``search`` returns on rank 0, or a mapping with its ``fault``; collective.
+
+    The search may take longer than ranks wait for each other, as when the simulator's code is compiled. So rank 0 tells
+    the others several times within their ``timeout`` (seconds) that it still searches.
+    """
+    found: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            found["result"] = search()
+        except Exception as error:  # the others wait, and a job can train without a search
+            found["result"] = {"fault": f"the search for a plan failed: {type(error).__name__}: {error}"}
+
+    thread = threading.Thread(target=run, name="autosync-search", daemon=True)
+    if dist.get_rank(group) == 0:
+        thread.start()
+    while True:
+        if thread.ident is not None:
+            thread.join(timeout / 4)
+        result: dict[str, Any] | None = broadcast_json(found.get("result"), group)
+        if result is not None:
+            return result
 
 
 def _alternative(found: dict[str, Any], native: bool) -> Alternative:
