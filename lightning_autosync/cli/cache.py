@@ -167,7 +167,7 @@ def _words(entry: TunedPlan) -> list[str]:
         f"{entry.torch}, after {counted(evidence.synchronized_steps, 'synchronized step')}",
         f"cluster '{entry.cluster.name}': {_rates(entry)}",
         f"plan: {entry.origin}; "
-        + ("no prediction" if evidence.predicted is None else f"predicted: {evidence.predicted:.4g} s a step"),
+        + ("no prediction" if evidence.predicted is None else f"predicted: {evidence.predicted:.4g} s to synchronize a step"),
     ]
 
 

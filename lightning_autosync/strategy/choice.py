@@ -65,8 +65,8 @@ def choose_plan(
     dense = sum(variable.bytes for variable in workload.variables if variable.kind == "dense")
     share = dense / workload.bytes
     times = (
-        f"predicted for cluster '{cluster.name}': {share * best:.3g} s a step, and {share * native:.3g} s with a "
-        "native all-reduce"
+        f"predicted for cluster '{cluster.name}': {share * best:.3g} s to synchronize a step, and "
+        f"{share * native:.3g} s with a native all-reduce"
     )
     if dense < workload.bytes:
         times += "; touched rows of embeddings are sent in addition"

@@ -166,7 +166,7 @@ def _ordered(ranked: Sequence[Alternative], links: JobLinks, most: int) -> Propo
     """The plans in the order in which to try them: one to begin with, and at most ``most`` others."""
     best, native = ranked[0], next(each for each in ranked if each.native)
     first = best if native.predicted > LEAST_GAIN * best.predicted else native
-    times = f"predicted for {links.origin}: {best.predicted:.3g} s a step"
+    times = f"predicted for {links.origin}: {best.predicted:.3g} s to synchronize a step"
     reason = (
         f"{best.name}, {times}, and {native.predicted:.3g} s with a native all-reduce"
         if first is best
