@@ -10,7 +10,7 @@ Everything is drawn from the seed. The log has a line for each fault as it ends,
 it. At the end there is a table: for each kind of fault
 
 - *ok*, *ended*: jobs that went on to their end, and those that ended with an error on every rank that was left;
-- *hangs*: jobs of which some rank had not ended after `BOUND` seconds;
+- *hangs*: jobs that neither ended nor made a step in `BOUND` seconds;
 - *silent differences*: ranks that ended well with other weights than each other, or than the undisturbed job's;
 - *lost studies*: studies that cannot be read any more, or lack trials that they had taken;
 - *unnamed*: jobs that failed where some rank's error names no rank;
@@ -77,7 +77,7 @@ OF_TUNING = (KILL, STOP, PAUSE, DELAY, CUT, EXCEPTION, OTHER_PLAN, NO_CONNECTION
 KINDS = (*OF_TRAINING, OTHER_PLAN, NO_CONNECTION)
 MODES = (*PLANS, STUDY, TUNING)
 BOUND = 2 * TIMEOUT + 48
-"""Seconds within which a job has to end: two time-outs, and what a busy machine needs."""
+"""Seconds within which a job has to end or make a step: two time-outs, and what a busy machine needs."""
 SAME = {*EXACT, TUNING}
 """Modes in which every job ends with the undisturbed one's weights, up to the order of sums."""
 START = 300
@@ -205,10 +205,12 @@ class Soak:
         resumed, begun = None, time.monotonic()
         while job.count("begun") < fault.size and time.monotonic() < begun + START:
             time.sleep(0.05)
-        deadline = time.monotonic() + BOUND
+        deadline, steps = time.monotonic() + BOUND, 0
         waiting = {rank for rank in range(fault.size) if rank != fault.rank or fault.kind not in (KILL, STOP)}
         found: dict[int, Any] = {}
         while waiting and time.monotonic() < deadline:
+            if (made := job.count("steps")) > steps:
+                deadline, steps = time.monotonic() + BOUND, made
             if fault.kind == PAUSE and resumed is None and job.count("struck"):
                 resumed = time.monotonic() + fault.seconds
             if resumed is not None and time.monotonic() > resumed:

@@ -156,6 +156,7 @@ def describe_tuned(entry: TunedPlan) -> list[str | Table]:
 
 def _words(entry: TunedPlan) -> list[str]:
     key, workload, evidence = entry.key, entry.key.workload, entry.evidence
+    predicted = evidence.predicted
     hosts = list(dict.fromkeys(key.hosts))
     size = "the builders' own size" if key.bucket_bytes is None else f"{key.bucket_bytes} bytes"
     return [
@@ -167,7 +168,7 @@ def _words(entry: TunedPlan) -> list[str]:
         f"{entry.torch}, after {counted(evidence.synchronized_steps, 'synchronized step')}",
         f"cluster '{entry.cluster.name}': {_rates(entry)}",
         f"plan: {entry.origin}; "
-        + ("no prediction" if evidence.predicted is None else f"predicted: {evidence.predicted:.4g} s to synchronize a step"),
+        + ("no prediction" if predicted is None else f"predicted: {predicted:.4g} s to synchronize a step"),
     ]
 
 

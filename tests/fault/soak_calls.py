@@ -76,7 +76,8 @@ class Injection:
         return self.fault is not None and self.fault["kind"] in kinds
 
     def at(self, step: int) -> None:
-        """Let it happen, if it is to happen in this step."""
+        """Count a step, and let the fault happen if it is to happen in this one."""
+        self._store.add("steps", 1)
         if self.fault is not None and self.fault["step"] == step and not self.fault.get("moment"):
             self.happen()
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
+import soak as soaks
+from soak_calls import EXCEPTION, TUNING
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -16,6 +20,41 @@ ROOT = Path(__file__).parent.parent.parent
 def soak(log: Path, *line: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.soak", f"log={log}", *line]
     return forked.run(command, cwd=ROOT, capture_output=True)
+
+
+class SlowJob:
+    """A job of two ranks that makes ten steps, and then ends or hangs.
+
+    Args:
+        pace: seconds of a step.
+        ends: whether it ends after them.
+    """
+
+    def __init__(self, pace: float, ends: bool) -> None:
+        self._begin, self._pace, self._ends = time.monotonic(), pace, ends
+
+    def count(self, key: str) -> int:
+        return self._made if key == "steps" else 2
+
+    @property
+    def _made(self) -> int:
+        return min(10, int((time.monotonic() - self._begin) / self._pace))
+
+    def result(self, rank: int, timeout: float) -> dict[str, str]:
+        time.sleep(timeout)
+        if self._ends and self._made == 10:
+            return {"error": ""}
+        raise TimeoutError
+
+
+@pytest.mark.parametrize(("pace", "ends", "hangs"), [(0.1, True, []), (0.01, False, [0, 1])])
+def test_a_slow_job_that_makes_steps_is_no_hang(
+    pace: float, ends: bool, hangs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soaks, "BOUND", 0.5)
+    fault = soaks.Fault(0, EXCEPTION, TUNING, size=2, rank=0, step=0, after=0.0, seconds=0.0, seed=0)
+    job: Any = SlowJob(pace, ends)
+    assert soaks.Soak()._follow(job, fault)[1] == hangs
 
 
 @pytest.mark.timeout(600)

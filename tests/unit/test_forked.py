@@ -11,6 +11,17 @@ from typing import Any
 import forked
 import pytest
 
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.workers import LaunchError
+
+try:
+    netns.require_namespaces()
+    UNABLE = ""
+except LaunchError as error:
+    UNABLE = str(error)
+
 PROGRAMS = {
     "a status": "raise SystemExit(3)",
     "a message": "raise SystemExit('no luck')",
@@ -55,3 +66,17 @@ def test_an_error_has_a_status_and_a_traceback() -> None:
 
 def test_other_commands_are_run_as_ever() -> None:
     assert forked.run(["echo", "a"], capture_output=True).stdout == "a\n"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+def test_a_fork_enters_the_network_namespace_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked.Popen, "enters_namespaces", True)
+    program = "import os, sys; print(os.readlink('/proc/self/ns/net'), 'lightning' in sys.modules)"
+    with EmulatedLaunch(ClusterSpec.uniform(2, bandwidth="1 Gbit/s")) as launch:
+        command, environment = launch.command(1, [sys.executable, "-c", program], {})
+        found = forked.run(command, env=environment, capture_output=True)
+        where = launch.command(1, ["readlink", "/proc/self/ns/net"], {})[0]
+        there = subprocess.run(where, capture_output=True, text=True).stdout.strip()
+    assert found.stdout == f"{there} True\n"
+    assert there != os.readlink("/proc/self/ns/net")
