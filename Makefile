@@ -14,7 +14,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist loadgroup
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -q
+	AUTOSYNC_ALL_TESTS=1 $(BIN)/python -m pytest -q
 
 # Pairs of jobs under DDP and under AutoSync, with a table of how they ended.
 parity: $(READY)

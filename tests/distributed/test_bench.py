@@ -41,6 +41,7 @@ def found(tmp_path_factory) -> tuple[dict[str, Any], str]:
     return document, finished.stdout
 
 
+@pytest.mark.slow
 def test_every_contender_every_round_every_rank_every_step(found):
     document, printed = found
     assert list(document["contenders"]) == ["ddp", "ddp_static", "ddp_view", "ddp_view_static", "native", "star"]

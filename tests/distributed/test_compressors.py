@@ -6,9 +6,10 @@ import digits
 import pytest
 from clusters import shared_nodes, uneven_cluster
 from digits import network
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from plans import plans
+from sweeps import examples
 
 from lightning_autosync.plan import Compressor, Partition, builders
 from lightning_autosync.workload import describe
@@ -51,7 +52,7 @@ def test_accuracy_within_a_point_of_uncompressed(accuracies, kind: str, topology
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_lossy_plans_learn_and_keep_replicas_equal(pool, data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5))
@@ -65,7 +66,8 @@ def test_random_lossy_plans_learn_and_keep_replicas_equal(pool, data: st.DataObj
             assert accuracy > 0.15, plan.describe()  # a guess is right in 0.1
 
 
-@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "topk"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "topk"])
 def test_shards_of_encoded_collectives_all_travel(pool, kind: str) -> None:
     cluster = uneven_cluster(3)
     workload = describe(network())

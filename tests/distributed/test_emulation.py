@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import worker_calls
+from sweeps import sweep
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.measure.emulation import check, netns
@@ -143,6 +144,7 @@ def test_every_link_has_its_rate(cluster):
     }
 
 
+@pytest.mark.slow
 def test_ranks_share_the_link_between_racks():
     cluster = ClusterSpec.racks(2, 2, bandwidth=400 * MEGABIT, uplink=100 * MEGABIT)
     amount = 2_000_000
@@ -208,6 +210,7 @@ def test_the_size_of_the_pool_must_fit():
         WorkerPool(3, launch)
 
 
+@pytest.mark.slow
 def test_a_latency_delays_each_way_and_leaves_the_rate():
     before = own_links()
     with EmulatedLaunch(ClusterSpec.star(["100 Mbit/s", "20 Mbit/s"], latency="20 ms")) as launch:
@@ -241,6 +244,7 @@ def test_a_relay_that_dies_is_told(monkeypatch):
     assert not own_namespaces()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_a_worker_is_killed():
     cluster = ClusterSpec.uniform(2, bandwidth=100 * MEGABIT)
     with EmulatedLaunch(cluster) as launch, WorkerPool(2, launch, extra_paths=[HERE]) as pool:
@@ -256,10 +260,7 @@ def test_nothing_is_left_when_set_up_fails():
     assert not own_namespaces()
 
 
-@pytest.mark.parametrize(
-    "end",
-    [signal.SIGINT, *(pytest.param(end, marks=pytest.mark.slow) for end in (signal.SIGTERM, None)), signal.SIGKILL],
-)
+@pytest.mark.parametrize("end", sweep([signal.SIGINT, signal.SIGTERM, None, signal.SIGKILL], [signal.SIGKILL]))
 def test_nothing_is_left_when_the_process_ends(end):
     program = """
         import signal, sys

@@ -7,9 +7,10 @@ from random import Random
 import pytest
 import training
 from clusters import asymmetric_cluster, shared_nodes, uneven_cluster
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from plans import plans
+from sweeps import examples, sweep
 from training import Net
 
 from lightning_autosync.cluster import ClusterSpec
@@ -19,9 +20,11 @@ from lightning_autosync.workload import describe
 SPANNING = [name for name in builders.names() if name not in ("shared_memory", "gathered_rows")]
 """Builders of plans for several nodes in which all parameters may have any topology."""
 
+SHORT = ["all_reduce", "byteps", "hierarchical", "packed_trees", "parallax", "partitioned_ps", "ps"]
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 5])
-@pytest.mark.parametrize("builder", SPANNING)
+
+@pytest.mark.parametrize("size", sweep([2, 3, 4, 5], [5]))
+@pytest.mark.parametrize("builder", sweep(SPANNING, SHORT))
 def test_every_builder_and_topology_equals_ddp(pool, builder: str, size: int) -> None:
     cluster = uneven_cluster(size)
     workload = describe(Net().double())
@@ -53,7 +56,7 @@ def test_pairs_of_trees_equal_ddp(pool, size: int) -> None:
         assert max(found) < 1e-12
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(8, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_exact_plans_equal_ddp(pool, data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5), label="ranks")

@@ -50,6 +50,7 @@ def _plans(model: Model, directory: Path) -> dict[str, str]:
     return {name: str(directory / f"{name}.yaml") for name in plans}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["transformer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("perceptron", "vgg"))]
 )

@@ -127,7 +127,11 @@ def _lines() -> list[object]:
 
 @pytest.mark.parametrize(
     ("line", "after"),
-    [("bench", 0.3), ("tune", 4.0), pytest.param("emulated", 5.0, marks=NEEDS_ROOT)],
+    [
+        ("bench", 0.3),
+        pytest.param("tune", 4.0, marks=pytest.mark.slow),
+        pytest.param("emulated", 5.0, marks=NEEDS_ROOT),
+    ],
 )
 def test_a_ctrl_c_at_some_moment(line, after, tmp_path, mark):
     interrupted(line, tmp_path, mark, after)

@@ -61,6 +61,7 @@ def test_ranks_of_one_machine_are_one_node(pool: WorkerPool) -> None:
     assert [node["devices"] for node in found["cluster"]["nodes"]] == [pool.world_size]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
 def test_hosts_and_rates_of_two_nodes_are_found(two_nodes: WorkerPool) -> None:

@@ -98,7 +98,7 @@ def wait_and_be_told(slurm: Path, name: str, **variables: str) -> subprocess.Com
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", -2), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("name", "status"), [pytest.param("SIGINT", -2, marks=pytest.mark.slow), ("SIGTERM", 143)])
 def test_a_wait_that_is_interrupted_cancels_the_job(slurm: Path, name: str, status: int) -> None:
     ended = wait_and_be_told(slurm, name)
     assert ended.returncode == status, ended.stderr
@@ -106,6 +106,7 @@ def test_a_wait_that_is_interrupted_cancels_the_job(slurm: Path, name: str, stat
     assert "interrupted; SLURM job 4242 is cancelled\n" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_be_cancelled_is_told(slurm: Path) -> None:
     ended = wait_and_be_told(slurm, "SIGTERM", STAND_IN_REFUSAL="1")
     assert ended.returncode == 143, ended.stderr

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import server_calls
 from clusters import shared_nodes, uneven_cluster
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from plans import plans
 from recommender import ROWS, WIDTH, Recommender, workload_of
+from sweeps import examples
 from training import Net
 
 from lightning_autosync.plan import Group, Partition, SyncPlan, builders
@@ -58,7 +59,7 @@ def test_in_step_they_equal_ddp(pool, kind: str, options: dict[str, Any], overla
         assert all(one["progress"] == 4 for one in found)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(6, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_plan_equals_ddp(pool, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 4))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import recommender
 from clusters import shared_nodes, uneven_cluster
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from plans import plans
 from recommender import ROWS, WIDTH, Recommender, workload_of
+from sweeps import examples, sweep
 
 from lightning_autosync.plan import builders, topologies
 
@@ -16,7 +17,7 @@ KINDS = {"sparse": True, "row_sparse": False}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("size", sweep([2, 3, 5], [5]))
 def test_rows_equal_dense_ddp_on_every_topology(pool, kind: str, size: int) -> None:
     cluster = shared_nodes(size)
     workload = workload_of(Recommender(sparse=False), kind)
@@ -39,7 +40,7 @@ def test_a_rank_that_does_not_touch_the_table(pool) -> None:
         assert max(found) < 1e-12
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_plans_with_rows_equal_dense_ddp(pool, data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5))

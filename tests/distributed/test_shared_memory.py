@@ -40,12 +40,14 @@ def test_engines_side_by_side(pool) -> None:
         assert gaps == [0.0] * 3
 
 
+@pytest.mark.slow
 def test_engine_after_engine(pool) -> None:
     for kept, descriptors in pool.run(shared_calls.rebuilt, trials=6):
         assert kept == [True] * 6
         assert descriptors == 0
 
 
+@pytest.mark.slow
 def test_more_messages_than_a_socket_holds_unread(pool) -> None:
     assert pool.run(shared_calls.many_messages, engine_steps=3) == [3] * pool.world_size
 

@@ -116,6 +116,7 @@ def test_a_run_goes_on_and_measures_nothing_twice(found: tuple[Path, str]) -> No
     assert read_hybrid_result(directory / "run").trials == before
 
 
+@pytest.mark.slow
 def test_its_report_can_be_written_again(found: tuple[Path, str], here: Here) -> None:
     directory, _ = found
     assert here(directory, "report", "run=run", "file=again.html", "hydra.run.dir=report")[0] == 0
@@ -146,6 +147,7 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path, here: Here, options: tuple
     assert message in str(status)
 
 
+@pytest.mark.slow
 def test_a_prediction_tells_bytes_and_memory(found: tuple[Path, str], here: Here) -> None:
     directory, _ = found
     result = read_hybrid_result(directory / "run")

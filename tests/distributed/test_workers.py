@@ -128,6 +128,7 @@ def test_the_death_of_a_rank_is_told_at_once_and_closes_the_pool():
             pool.run(worker_calls.echo)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("new_interpreters")
 def test_a_rank_that_died_between_orders():
     with WorkerPool(2, extra_paths=[HERE]) as pool:
@@ -160,6 +161,7 @@ def test_a_silent_rank_is_named_with_the_place_where_it_hangs():
         assert not wait_until_gone(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("new_interpreters")
 def test_settings_reach_the_workers_and_children_end_with_them():
     with WorkerPool(1, extra_paths=[HERE], threads=2, environment={"COLOUR": "blue"}, scheduling="batch") as pool:
@@ -188,6 +190,7 @@ def test_settings_that_do_not_exist_are_refused():
         WorkerPool(1, scheduling="round robin")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_no_worker_survives_a_caller_that_is_killed():
     program = textwrap.dedent(
         """

@@ -34,7 +34,10 @@ def steps(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("native", "sigterm"), ("parameter server", "error"), pytest.param("native", "error", marks=pytest.mark.slow)],
+    [
+        ("native", "sigterm"),
+        *(pytest.param(kind, "error", marks=pytest.mark.slow) for kind in ("native", "parameter server")),
+    ],
 )
 def test_ranks_that_end_alike_save_a_checkpoint_together(tmp_path: Path, kind: str, how: str) -> None:
     found = ended(tmp_path, kind, how, [0, 1, 2])

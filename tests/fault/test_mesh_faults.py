@@ -26,6 +26,7 @@ def test_a_killed_peer_is_lost_at_once() -> None:
         assert seen["live"] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_is_suspected_and_learns_that_it_was_given_up() -> None:
     with Crew("mesh_calls:watch", 3, peer=1, seconds=20.0) as crew:
         crew.wait_for("joined", 3)
@@ -95,6 +96,7 @@ def test_without_the_coordinator_all_end_with_an_error() -> None:
     assert all("rank 0 is lost" in seen["error"] and seen["finite"] for seen in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_survivors_of_random_faults_end_equal(seed: int) -> None:
     faults = draw_faults(seed, ranks=(1, 2, 3), count=3, span=3.0, kinds=(KILL, STOP, DROP))

@@ -10,6 +10,7 @@ import pytest
 from crew import Crew
 from named_ranks import KINDS, TUNING
 from ports import free_port
+from sweeps import sweep
 
 VICTIM = 1
 TIMEOUT = 8.0
@@ -47,19 +48,13 @@ def check(found: list[Any], how: str, victim: int = VICTIM) -> None:
         assert f"rank {victim} is lost: {WHY[how]}" in seen["error"], found
 
 
-@pytest.mark.parametrize(
-    "how", ["kill", "stop", "stuck", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exception", "term"))]
-)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "native" else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("how", sweep(["kill", "stop", "stuck", "exception", "term"], ["kill", "stop"]))
+@pytest.mark.parametrize("kind", sweep(KINDS, ["native"]))
 def test_every_survivor_names_the_rank(kind: str, how: str) -> None:
     check(survivors(how, size=4 if kind == "two-level native" else 3, kind=kind), how)
 
 
-@pytest.mark.parametrize(
-    "how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("stop", "stuck", "exception", "term"))]
-)
+@pytest.mark.parametrize("how", sweep(["kill", "stop", "stuck", "exception", "term"], ["kill"]))
 def test_every_survivor_names_the_rank_while_plans_are_tried(how: str) -> None:
     check(survivors(how, kind=TUNING), how)
 

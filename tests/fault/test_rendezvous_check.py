@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from crew import HOST, Crew
 from ports import free_port
+from sweeps import sweep
 
 ONE, OTHER = "one secret of sixteen bytes", "another of sixteen bytes"
 
@@ -39,7 +40,7 @@ def test_all_come(host: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "error"),
     [
-        ((0, 1, None), "rank 2 did not join within 2 s"),
+        pytest.param((0, 1, None), "rank 2 did not join within 2 s", marks=pytest.mark.slow),
         ((0, None, None), "ranks 1, 2 did not join within 2 s"),
         ((None, 1, 2), "rank 0 did not join within 2 s"),
     ],
@@ -63,13 +64,14 @@ def test_where_another_process_has_the_port_all_are_told() -> None:
         assert seen.startswith(f"rank 0 cannot open its store: another process uses port {other.port} of {HOST}; ")
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", sweep([0, 1], [0]))
 def test_who_is_lost_while_the_group_forms_is_named(lost: int) -> None:
     for seen in told(0, 1, 2, dies=lost):
         assert f"rank {lost}" in seen
         assert "lost" in seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["_sign_in", "_is_there"])
 def test_a_first_rank_that_is_stopped_is_named(step: str) -> None:
     """It holds the store, and torch would wait for its answers for ever."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from sweeps import sweep
 
 from hybrid import calls
 from hybrid.models import MODELS
@@ -14,9 +15,6 @@ from lightning_autosync.measure.workers import WorkerPool
 EQUAL = 1e-6
 TOLD = [name for name in MODELS if "dropout" not in name and name != "dropping"]
 
-LIKE = ["separate", "encoder_time_first", "gpt2"]
-"""Models that are split much as others are: `fused`, `encoder` and `bert`."""
-
 
 def _check(pool: Any, model: str, meshes: list[list[int]], seeds: list[int], **options: Any) -> None:
     found = pool.run(calls.equal_after_training, model=model, meshes=meshes, seeds=seeds, **options)
@@ -24,7 +22,7 @@ def _check(pool: Any, model: str, meshes: list[list[int]], seeds: list[int], **o
     assert not far
 
 
-@pytest.mark.parametrize("model", [pytest.param(name, marks=pytest.mark.slow if name in LIKE else ()) for name in TOLD])
+@pytest.mark.parametrize("model", sweep(TOLD, ["mlp", "fused", "language"]))
 def test_random_plans(pool: Any, model: str) -> None:
     _check(pool, model, [[2], [2, 2]], [0])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sweeps import sweep
 
 from hybrid import calls
 from hybrid.faults import FAULTS
@@ -15,7 +16,7 @@ def test_right_rewrites_are_accepted(pool: Any, model: str) -> None:
     assert set(pool.run(calls.check, model=model)) == {""}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sweep(FAULTS, [*FAULTS][::4]))
 def test_wrong_rewrites_are_refused(pool: Any, fault: str) -> None:
     told = pool.run(calls.check, model=FAULTS[fault][0], fault=fault)[:4]
     assert len(set(told)) == 1, "every rank is told the same"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from shared_pool import SharedPool
+from sweeps import sweep
 
 from hybrid import jobs
 
@@ -18,7 +19,7 @@ from hybrid import jobs
         {},
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
         {"optimizer": "sgd", "gradient_clip_val": 0.1, "limit_val_batches": 2},
-        {"optimizer": "kept"},
+        pytest.param({"optimizer": "kept"}, marks=pytest.mark.slow),
     ],
     ids=["plain", "accumulation and clipping", "SGD and validation", "an optimizer that the module keeps"],
 )
@@ -38,7 +39,7 @@ def test_four_ranks(quartet: SharedPool, mesh: list[int]) -> None:
             assert max(found["distance"], found["loss"]) < 1e-10
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "folder"])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one file", "folder"])
 def test_checkpoints(pair: SharedPool, tmp_path: Path, sharded: bool) -> None:
     for rank, found in enumerate(pair.run(jobs.resumed, folder=str(tmp_path), sharded=sharded, seeds=[1, 2])):
         assert found["saved"] > 1e-3, "the second epoch changes the weights"
@@ -57,14 +58,14 @@ def test_resumes_on_another_mesh(quartet: SharedPool, tmp_path: Path) -> None:
         assert max(found["distances"]) < 1e-10
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", sweep(["bf16-mixed", "bf16-true"], ["bf16-true"]))
 def test_narrow_precision(pair: SharedPool, precision: str) -> None:
     for theirs, their_first, ours, our_first in pair.run(jobs.narrow, precision=precision):
         assert ours == pytest.approx(theirs, rel=0.01)
         assert our_first == pytest.approx(their_first, rel=0.01)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", sweep(["bf16-mixed", "bf16-true"], ["bf16-mixed"]))
 def test_the_step_before_training_has_the_precision_of_training(pair: SharedPool, precision: str) -> None:
     for found in pair.run(jobs.precise, precision=precision):
         assert found["plan"], found["lines"]
@@ -103,7 +104,7 @@ def test_fast_links_keep_data_parallelism(pair: SharedPool) -> None:
     assert found["lines"][0].startswith("AutoDDL: data parallelism: no split of operators is more than 5% faster")
 
 
-@pytest.mark.parametrize("largest", [0, 1])
+@pytest.mark.parametrize("largest", sweep([0, 1], [1]))
 def test_rank_zero_decides_for_batches_of_different_shapes(pair: SharedPool, largest: int) -> None:
     ranks = pair.run(jobs.ragged, largest=largest)
     assert not any(found["plan"] for found in ranks)
@@ -154,6 +155,7 @@ def test_an_unknown_layer_is_data_parallel(pair: SharedPool) -> None:
     assert any("middle" in line and "GRU" in line for line in found["lines"][1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["up", "head", ""])
 def test_compiled_parts(pair: SharedPool, part: str) -> None:
     found = pair.run(jobs.compiled, part=part)[0]
@@ -239,5 +241,6 @@ def test_layers_of_which_the_first_step_says_nothing_are_named(pair: SharedPool)
     )
 
 
+@pytest.mark.slow
 def test_pytorch_lightning(pair: SharedPool) -> None:
     assert max(pair.run(jobs.other_framework)) < 1e-6

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tuning_jobs
+from sweeps import sweep
 
 from lightning_autosync.search.memory import TuningCache
 
@@ -28,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "static graph": {"model": "Plain", "strategy": {"static_graph": True}},
 }
 
+SHORT = ["plain", "accumulation", "gradient scaler", "unused", "thawing"]
 
 MIXED: dict[str, dict[str, Any]] = {
     "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_epochs": 10},
@@ -37,7 +39,7 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sweep(CASES, SHORT))
 def test_equals_ddp_with_many_switches(duo, case: str) -> None:
     for found in duo.run(tuning_jobs.compare, **CASES[case]):
         assert found["distance"] < 1e-5
@@ -45,9 +47,8 @@ def test_equals_ddp_with_many_switches(duo, case: str) -> None:
         assert found["switches"] >= 10
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if "overflows" in case else pytest.mark.slow) for case in MIXED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MIXED)
 def test_is_bit_equal_to_a_fixed_plan_after_many_steps_and_switches(duo, case: str) -> None:
     """With two ranks, each sum has two terms, whose order does not matter."""
     for found in duo.run(tuning_jobs.compare_with_fixed, **MIXED[case]):
@@ -70,6 +71,7 @@ def test_a_plan_that_a_rank_cannot_open_is_given_up_on_all_ranks(duo) -> None:
         assert all("rank 1" in line and "Training continues with all_reduce" in line for line in told)
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_open_its_first_plan_begins_with_that_of_ddp_and_remembers_nothing(duo, tmp_path) -> None:
     for found in duo.run(tuning_jobs.unopenable, at_first=True, folder=str(tmp_path)):
         assert found["distance"] < 1e-5

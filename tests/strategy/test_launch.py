@@ -10,6 +10,7 @@ from pathlib import Path
 import forked
 import jobs
 import pytest
+from sweeps import sweep
 
 SCRIPT = Path(__file__).parent / "launched.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -21,9 +22,7 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "launch", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("popen", "spawn")), "fork", "torchrun"]
-)
+@pytest.mark.parametrize("launch", sweep(["popen", "spawn", "fork", "torchrun"], ["fork"]))
 def test_weights_are_those_of_ddp(duo, tmp_path, launch: str) -> None:
     options, strategy = LAUNCHES[launch]
     result = tmp_path / "weights.json"

@@ -53,6 +53,7 @@ def test_names_are_registered_in_any_order_of_imports(order: str) -> None:
     run(f"{ORDERS[order]}\n{CHECK.format(names=list(STRATEGIES))}")
 
 
+@pytest.mark.slow
 def test_pytorch_lightning_has_its_own_class_and_the_package_may_be_imported_first() -> None:
     pytest.importorskip("pytorch_lightning")
     run(

@@ -108,6 +108,7 @@ def run(pool: WorkerPool, kind: str, strangers: int, folder: Path) -> tuple[list
     return found, storm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["exact", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("partial reduce", "servers"))]
 )

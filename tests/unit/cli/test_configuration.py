@@ -83,7 +83,7 @@ def test_a_verb_that_is_interrupted_says_so_in_one_line(
         "experiment=matrix",
         "--config-dir somewhere model=of_my_own",
         "cluster_scale=interval(0.5,1) rounds=range(3,9) cluster=one_node",
-        "model=glob(*_like) cluster=one_node",
+        pytest.param("model=glob(*_like) cluster=one_node", marks=pytest.mark.slow),
     ],
 )
 def test_what_hydra_takes_is_let_through(line: str) -> None:

@@ -48,6 +48,7 @@ def jobs(finished: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in finished.stdout.splitlines() if line.startswith("job")]
 
 
+@pytest.mark.slow
 def test_an_interrupted_grid_goes_on_and_equals_an_undisturbed_one(tmp_path: Path) -> None:
     disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
     grid = ("+x=1,2", "+sampler=tpe,random")
@@ -93,6 +94,7 @@ def test_a_sampler_finds_the_best_and_a_failed_trial_is_told_at_the_end(tmp_path
     assert (first.returncode == 1) == any(trial["number"] < 6 for trial in failed)
 
 
+@pytest.mark.slow
 def test_a_trial_that_cannot_be_composed_fails_alone(tmp_path: Path) -> None:
     for name in ("first", "last"):
         (tmp_path / "configs" / "db").mkdir(parents=True, exist_ok=True)
@@ -107,6 +109,7 @@ def test_a_trial_that_cannot_be_composed_fails_alone(tmp_path: Path) -> None:
     assert "1 of 3 trials failed:" in finished.stderr
 
 
+@pytest.mark.slow
 def test_what_no_launcher_can_start_fails_and_is_not_left_running(tmp_path: Path) -> None:
     (tmp_path / "configs" / "db").mkdir(parents=True)
     for name, text in (("whole", "rows: [3]"), ("torn", "rows: [3")):
@@ -124,6 +127,7 @@ AIM = ("hydra.sweeper.direction=minimize",)
 RANDOM = (*AIM, "hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_trials=2")
 
 
+@pytest.mark.slow
 def test_a_grid_after_random_trials_has_every_combination(tmp_path: Path) -> None:
     space = ("+x=range(1,4)", "+seed=100000,100001")  # by Optuna's reckoning the two seeds are one
     assert sweep(tmp_path, *space, *RANDOM).returncode == 0
@@ -164,6 +168,7 @@ def test_a_surplus_trial_of_a_sweep_that_was_killed_is_not_run_again(tmp_path: P
     assert [trial.state for trial in study.trials] == [optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.PRUNED]
 
 
+@pytest.mark.slow
 def test_values_of_two_kinds_are_not_put_into_one_study(tmp_path: Path) -> None:
     assert sweep(tmp_path, "+x=1,2", *AIM).returncode == 0
     without = sweep(tmp_path, "+x=1,2")
@@ -202,6 +207,7 @@ def waiting_sweep(directory: Path) -> Iterator[tuple[subprocess.Popen[str], list
 TORCHRUN = ("hydra/launcher=autosync_torchrun", "hydra.launcher.nproc_per_node=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 1)]
 )
@@ -247,6 +253,7 @@ def test_what_does_not_end_is_killed_with_all_that_it_started() -> None:
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_sweep_over_something_else_is_refused(tmp_path: Path) -> None:
     assert sweep(tmp_path, "+x=1,2").returncode == 0
     other = sweep(tmp_path, "+x=1,3")

@@ -6,9 +6,10 @@ import math
 import numpy
 import pytest
 from cluster_strategies import RATES, fabrics, leaves_and_spines, random_clusters, two_links_a_node
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
+from sweeps import examples
 
 from lightning_autosync.cluster import (
     ClusterSpec,
@@ -78,35 +79,35 @@ def flow_bound(spec: ClusterSpec, all_routes: bool) -> float:
 
 
 @given(st.lists(RATES, min_size=1, max_size=10), st.floats(1, 1e9))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_one_switch_has_a_closed_form(bandwidths: list[float], size: float) -> None:
     spec = ClusterSpec.star(bandwidths)
     assert synchronization_time(spec, size) == pytest.approx(one_switch_time(bandwidths, size), rel=1e-5)
 
 
 @given(random_clusters(max_ranks=4))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_trees_on_one_route_a_pair_reach_what_flows_reach(spec: ClusterSpec) -> None:
     if spec.world_size > 1:
         assert best_packing(LinkGraph(spec)).rate == pytest.approx(flow_bound(spec, all_routes=False), rel=1e-4)
 
 
 @given(random_clusters(max_ranks=4) | fabrics(max_ranks=4))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_the_bound_is_what_flows_over_all_routes_reach(spec: ClusterSpec) -> None:
     if spec.world_size > 1:
         assert synchronization_rate(spec) == pytest.approx(flow_bound(spec, all_routes=True), rel=1e-4)
 
 
 @given(random_clusters(max_ranks=4, symmetric=True) | fabrics(max_ranks=4, symmetric=True))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_mirrored_trees_are_enough_on_symmetric_links(spec: ClusterSpec) -> None:
     if spec.world_size > 1:
         assert synchronization_rate(spec) == pytest.approx(flow_bound(spec, all_routes=True), rel=1e-4)
 
 
 @given(fabrics(max_ranks=6))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_no_method_on_a_fabric_is_faster_than_the_bound(spec: ClusterSpec) -> None:
     least = synchronization_time(spec, MIB) * (1 - 1e-9)
     assert least <= MIB / pack_trees(spec).rate
@@ -125,7 +126,7 @@ def test_the_bound_counts_all_routes() -> None:
 
 
 @given(random_clusters(max_ranks=7) | fabrics(max_ranks=6), st.floats(0.1, 10))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_bounds_keep_their_laws(spec: ClusterSpec, factor: float) -> None:
     least = synchronization_time(spec, MIB)
     assert least <= ring_time(spec, MIB) * (1 + 1e-5)
@@ -135,7 +136,7 @@ def test_bounds_keep_their_laws(spec: ClusterSpec, factor: float) -> None:
 
 
 @given(random_clusters())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_server_shares_are_shares(spec: ClusterSpec) -> None:
     shares = server_shares(spec)
     assert len(shares) == spec.world_size
@@ -144,7 +145,7 @@ def test_server_shares_are_shares(spec: ClusterSpec) -> None:
 
 
 @given(st.lists(RATES, min_size=3, max_size=8))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_server_shares_reach_the_bound_on_one_switch(bandwidths: list[float]) -> None:
     """A rank sends the shards of others and, to each of the others, its own shard once reduced."""
     shares = numpy.array(server_shares(ClusterSpec.star(bandwidths)))

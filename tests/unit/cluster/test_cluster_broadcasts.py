@@ -8,8 +8,9 @@ import numpy
 import pytest
 from cluster_strategies import random_clusters
 from clusters import asymmetric_cluster, shared_nodes, uneven_cluster
-from hypothesis import given, settings
+from hypothesis import given
 from max_flows import shard_rate
+from sweeps import examples
 
 from lightning_autosync.cluster import BroadcastPacking, ClusterSpec, LinkGraph, pack_broadcasts, resolve_cluster
 from lightning_autosync.cluster import broadcasts as module
@@ -29,7 +30,7 @@ def check(spec: ClusterSpec, packing: BroadcastPacking) -> None:
         assert (packing.rate * loads / link_graph.capacities).max() == pytest.approx(1.0)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(spec=random_clusters())
 def test_trees_span_and_fill_the_links(spec: ClusterSpec) -> None:
     check(spec, pack_broadcasts(spec))
@@ -70,6 +71,7 @@ def test_generated_bundles_come_near_the_optimum_where_directions_differ(
     assert given.rate < 0.9 * found.rate
 
 
+@pytest.mark.slow
 def test_hundreds_of_ranks_broadcast_through_each_uplink_about_once() -> None:
     spec = ClusterSpec.racks(racks=4, nodes_per_rack=64, bandwidth=1e9, uplink=0.5e9)
     packing = pack_broadcasts.__wrapped__(spec)

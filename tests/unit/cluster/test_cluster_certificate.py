@@ -13,7 +13,8 @@ from dataclasses import replace
 import networkx
 import pytest
 from cluster_strategies import alike_clusters, fabrics, leaves_and_spines, random_clusters, two_links_a_node
-from hypothesis import given, settings
+from hypothesis import given
+from sweeps import examples
 
 from lightning_autosync.cluster import (
     ClusterSpec,
@@ -88,7 +89,7 @@ def test_the_bound_of_a_shipped_cluster_is_proved(name: str) -> None:
 
 
 @given(random_clusters(max_ranks=6) | fabrics(max_ranks=6))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_bound_of_a_random_cluster_is_proved(spec: ClusterSpec) -> None:
     if spec.world_size > 1:
         check_limit(spec)
@@ -110,7 +111,7 @@ def test_the_bound_of_a_fabric_is_proved(spec: ClusterSpec) -> None:
 
 
 @given(random_clusters(max_ranks=6) | fabrics(max_ranks=6))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_each_cut_is_proved(spec: ClusterSpec) -> None:
     names = [f"{source} > {target}" for source, target, _ in channels(spec)]
     for cut in find_cuts(LinkGraph(spec)) if spec.world_size > 1 else ():
@@ -149,7 +150,7 @@ def test_the_bound_rises_by_at_most_the_share_of_a_faster_channel(spec: ClusterS
 
 
 @given(alike_clusters(max_ranks=6) | random_clusters(max_ranks=6, symmetric=True))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_prices_of_classes_prove_their_bound(spec: ClusterSpec) -> None:
     link_graph = LinkGraph(spec)
     if spec.world_size > 1 and (prices := class_prices(link_graph)) is not None:

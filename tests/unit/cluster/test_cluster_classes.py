@@ -9,8 +9,9 @@ import numpy
 import pytest
 from cluster_strategies import alike_clusters, random_clusters
 from clusters import asymmetric_cluster
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph, pack_trees, synchronization_limit
 from lightning_autosync.cluster import packing as packing_module
@@ -37,7 +38,7 @@ def random_tree(random: Random, ranks: int) -> list[tuple[int, int]]:
 
 
 @given(st.one_of(alike_clusters(), random_clusters(max_ranks=8)))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_program_on_classes_has_the_rate_of_the_full_one(spec: ClusterSpec) -> None:
     link_graph = LinkGraph(spec)
     if spec.world_size > 1 and (classes := rank_classes(link_graph)):
@@ -45,7 +46,7 @@ def test_the_program_on_classes_has_the_rate_of_the_full_one(spec: ClusterSpec) 
 
 
 @given(alike_clusters(), st.randoms(use_true_random=False))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_prices_of_classes_prove_the_bound(spec: ClusterSpec, random: Random) -> None:
     link_graph = LinkGraph(spec)
     prices = class_prices(link_graph)
@@ -59,7 +60,7 @@ def test_prices_of_classes_prove_the_bound(spec: ClusterSpec, random: Random) ->
 
 
 @given(alike_clusters(), st.integers(1, 40), st.randoms(use_true_random=False))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_spread_trees_span_and_follow_their_sketches(spec: ClusterSpec, turns: int, random: Random) -> None:
     classes = rank_classes(LinkGraph(spec))
     assert classes
@@ -75,7 +76,7 @@ def test_spread_trees_span_and_follow_their_sketches(spec: ClusterSpec, turns: i
 
 
 @given(alike_clusters())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_packings_of_classes_reach_the_rate_and_respect_capacities(spec: ClusterSpec) -> None:
     link_graph = LinkGraph(spec)
     with pytest.MonkeyPatch.context() as patch:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy
 import pytest
 from cluster_strategies import random_clusters
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
+from sweeps import examples
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph, bounds, synchronization_limit
 from lightning_autosync.cluster.cuts import Cut, find_cuts, one_switch_cuts, undominated
@@ -102,7 +103,7 @@ def test_a_slow_link_of_one_rack_is_a_cut() -> None:
 
 
 @given(random_clusters(max_ranks=7))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_no_cut_is_below_what_trees_reach(spec: ClusterSpec) -> None:
     if spec.world_size > 1:
         link_graph = LinkGraph(spec)
@@ -125,7 +126,7 @@ def test_on_trees_of_equal_links_the_cuts_are_exact(spec: ClusterSpec) -> None:
 
 
 @given(random_clusters(max_ranks=6), st.floats(0.0, 3.0))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_with_bursts_no_packing_is_faster_than_the_bound(spec: ClusterSpec, part: float) -> None:
     """The least time of the same trees where each direction of a link carries a burst too: a program of its own."""
     if spec.world_size == 1:

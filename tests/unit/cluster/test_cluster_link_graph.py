@@ -7,7 +7,8 @@ from typing import Any
 import networkx
 import pytest
 from cluster_strategies import random_clusters
-from hypothesis import given, settings
+from hypothesis import given
+from sweeps import examples
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph, resolve_cluster
 from lightning_autosync.errors import ClusterError
@@ -90,7 +91,7 @@ def test_routes_need_no_rates_but_capacities_do() -> None:
 
 
 @given(random_clusters())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_routes_are_connected_least_in_latency_then_hops_then_widest(spec: ClusterSpec) -> None:
     link_graph, again = LinkGraph(spec), LinkGraph(spec)
     graph = networkx.DiGraph([(channel.source, channel.target) for channel in link_graph.channels])
@@ -109,7 +110,7 @@ def test_routes_are_connected_least_in_latency_then_hops_then_widest(spec: Clust
 
 
 @given(random_clusters(symmetric=True))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_symmetric_links_have_mirrored_routes(spec: ClusterSpec) -> None:
     link_graph = LinkGraph(spec)
     assert link_graph.symmetric

@@ -8,9 +8,10 @@ import numpy
 import pytest
 from cluster_strategies import RATES, random_clusters
 from clusters import asymmetric_cluster
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csc_array
+from sweeps import examples
 
 from lightning_autosync.cluster import (
     ClusterSpec,
@@ -57,7 +58,7 @@ def check(spec: ClusterSpec, packing: TreePacking) -> None:
 
 
 @given(random_clusters(max_ranks=8))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_packings_fit_span_and_come_near_the_best(spec: ClusterSpec) -> None:
     if spec.world_size == 1:
         return
@@ -89,7 +90,7 @@ def test_large_clusters_pack_single_trees(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @given(st.lists(RATES, min_size=2, max_size=8))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_one_switch_packs_stars_to_the_bound(bandwidths: list[float]) -> None:
     packing = pack_trees(ClusterSpec.star(bandwidths))
     assert packing.rate == pytest.approx(1 / one_switch_time(bandwidths, 1.0), rel=0.02)

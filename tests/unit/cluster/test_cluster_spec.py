@@ -11,7 +11,8 @@ import jsonschema
 import pytest
 import yaml
 from cluster_strategies import random_clusters
-from hypothesis import given, settings
+from hypothesis import given
+from sweeps import examples
 
 from lightning_autosync.cluster import (
     ClusterSpec,
@@ -141,7 +142,7 @@ def test_the_schema_refuses_what_loading_refuses() -> None:
 
 
 @given(random_clusters())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_documents_round_trip(spec: ClusterSpec) -> None:
     assert ClusterSpec.from_dict(spec.to_dict()) == spec
     assert ClusterSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict()))) == spec

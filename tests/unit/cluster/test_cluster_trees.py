@@ -5,8 +5,9 @@ import itertools
 import networkx
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 
 from lightning_autosync.cluster.trees import (
     EdgeTree,
@@ -35,7 +36,7 @@ def trees(draw: st.DrawFn) -> tuple[EdgeTree, int]:
 
 
 @given(st.integers(2, 7), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_least_arborescence_is_the_cheapest(count: int, data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(0, 6), min_size=count * count, max_size=count * count))
     cost = numpy.array(costs, dtype=float).reshape(count, count)
@@ -50,7 +51,7 @@ def test_least_arborescence_is_the_cheapest(count: int, data: st.DataObject) -> 
 
 
 @given(st.integers(2, 8), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_least_tree_is_the_cheapest(count: int, data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(0, 6), min_size=count * count, max_size=count * count))
     cost = numpy.array(costs, dtype=float).reshape(count, count)
@@ -68,7 +69,7 @@ def test_equal_costs_make_a_star() -> None:
 
 
 @given(trees())
-@settings(deadline=None)
+@examples()
 def test_centres_are_the_roots_of_least_height(tree_and_count: tuple[EdgeTree, int]) -> None:
     tree, count = tree_and_count
     heights = [height(root_at(tree, root, count)) for root in range(count)]

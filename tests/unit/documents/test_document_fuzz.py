@@ -33,7 +33,7 @@ from lightning_autosync.documents import Document, read_data
 from lightning_autosync.errors import AutoSyncError
 
 OWN = (AutoSyncError, SweepError)
-SHORT, LONG = 400, 20_000
+SHORT, LONG = 100, 20_000
 """Mutations of all kinds together."""
 MOST_SECONDS = 30
 """Of processor time for one document."""
@@ -247,7 +247,8 @@ def test_mutated_often(name: str, tmp_path: Path) -> None:
     assert fuzzer.leaks == {}
 
 
-@pytest.mark.parametrize("suffix", [pytest.param("yaml", marks=pytest.mark.slow), "json"])
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_files_that_are_small_only_as_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"bomb.{suffix}"
     for content in mutations.bombs():

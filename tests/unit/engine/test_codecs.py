@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 
 from lightning_autosync.engine.codecs import encode_with_feedback, make_codec
 from lightning_autosync.plan import Compressor
@@ -31,7 +32,7 @@ def through(compressor: Compressor, values: torch.Tensor, tail: int) -> torch.Te
     return decoded
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     kind=st.sampled_from(sorted(COMPRESSORS)),
     body=st.integers(1, 40),

@@ -10,9 +10,10 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import trees
+from sweeps import examples
 
 from lightning_autosync.engine.exchanges.gathered_rows import RowGatherExchange
 from lightning_autosync.engine.exchanges.rows import Rows, add_rows
@@ -84,7 +85,7 @@ def run(exchange: RowGatherExchange, steps: list[Rows]) -> list[Rows]:
     return sums
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data(), size=st.integers(2, 4))
 def test_all_ranks_have_the_same_sum_in_rank_order(data: st.DataObject, size: int) -> None:
     transfers = data.draw(broadcasts(size))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from planned_models import IMAGES, TOKENS, Classifier, Gated, Residual, bert, gpt2, mlp, vgg
+from sweeps import sweep
 from torch import Tensor, nn
 
 from lightning_autosync.errors import WorkloadError
@@ -136,7 +137,7 @@ def test_samples_may_lie_along_another_axis() -> None:
     assert graph.operators[0].output.batch_axis == 1
 
 
-@pytest.mark.parametrize("model", [bert, gpt2])
+@pytest.mark.parametrize("model", sweep([bert, gpt2], [bert]))
 def test_a_single_sample_lies_where_several_do(model: Callable[[], nn.Module]) -> None:
     one, several = (capture(model(), TOKENS[:count]) for count in (1, 4))
     for single, known in zip(one.operators, several.operators, strict=True):

@@ -10,9 +10,10 @@ from typing import Any, get_args
 import jsonschema
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planned_models import bert, gpt2, mlp
+from sweeps import examples
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
@@ -47,7 +48,7 @@ def hybrid_plans(draw: st.DrawFn) -> HybridPlan:
     return HybridPlan(mesh=mesh, ranks=ranks, layers=tuple(layers), workload=draw(st.none() | st.just("0123456789ab")))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_files_keep_everything(tmp_path_factory: pytest.TempPathFactory, suffix: str, data: st.DataObject) -> None:
@@ -59,7 +60,7 @@ def test_files_keep_everything(tmp_path_factory: pytest.TempPathFactory, suffix:
     assert plan.describe().startswith(f"hybrid plan {plan.fingerprint}")
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(hybrid_plans())
 def test_ranks_that_differ_along_some_dimensions_form_groups(plan: HybridPlan) -> None:
     for dimensions in product([False, True], repeat=len(plan.mesh)):

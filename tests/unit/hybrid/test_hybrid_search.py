@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from planned_models import MODELS, TOKENS, drawn, gpt2, graph_of, home, mlp, tables_of
+from sweeps import sweep
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError, PlanError
@@ -28,7 +29,7 @@ from lightning_autosync.hybrid.validation import check_plan
 SLOW = ClusterSpec.uniform(4, 1, "200 Mbit/s")
 
 
-@pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("mesh", sweep([(4,), (2, 2), (2, 2, 2)], [(2, 2)]))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prediction_adds_up_to_what_the_search_compares(name: str, mesh: tuple[int, ...]) -> None:
     graph, (model, _) = graph_of(name), MODELS[name]
@@ -135,6 +136,7 @@ def test_a_dimension_that_talks_much_lies_on_fast_links() -> None:
     assert within > across
 
 
+@pytest.mark.slow
 def test_repeated_blocks_are_searched_once() -> None:
     shallow, deep = (structure(capture(gpt2(layers), TOKENS)) for layers in (2, 6))
     assert len(shallow.layers) == len(deep.layers)

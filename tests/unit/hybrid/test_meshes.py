@@ -7,8 +7,9 @@ from itertools import chain, combinations
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError
@@ -49,7 +50,7 @@ def test_ranks_of_a_rack_are_neighbours_along_the_last_dimension() -> None:
     assert across.ring == pytest.approx(4 * within.ring)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.data())
 def test_the_pace_is_that_of_the_routes(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["star", "uniform", "racks"]))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.fitting import Timing, fit_rate
@@ -25,7 +26,7 @@ def _timings(rate: CollectiveRate, paces: list[float], latency: float = 1e-4) ->
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.floats(1e-5, 1e-3), st.floats(1e-6, 1e-4), st.floats(1e-10, 1e-8), st.floats(0.5, 2.0))
 def test_what_made_the_times_is_found(call: float, peer: float, host: float, wire: float) -> None:
     rate = CollectiveRate(call=call, peer=peer, host=host, wire=wire)

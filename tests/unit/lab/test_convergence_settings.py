@@ -136,6 +136,7 @@ def test_a_cluster_of_another_size_is_found_before_any_worker_starts():
         compare(settings)
 
 
+@pytest.mark.slow
 def test_groups_are_simulated_with_and_without_the_rule():
     """In all four settings every window connects all, which first come, first served does not."""
     settings = composed("experiment=isolation", "seeds=2", "isolation.groups=400")

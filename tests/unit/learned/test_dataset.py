@@ -12,9 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans
+from sweeps import examples
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, UnwritableError
@@ -51,7 +52,7 @@ def filled(folder: Path, count: int = 3) -> Path:
     return folder
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.data())
 def test_what_goes_in_comes_out(data: st.DataObject) -> None:
     drawn = [data.draw(plans(WORKLOAD, 3, lossy=True)) for _ in range(data.draw(st.integers(1, 4)))]

@@ -163,6 +163,7 @@ def test_too_few_clusters_give_a_clear_error(grid: list[Sample]) -> None:
         divide(grid[:2], "trial", 0)
 
 
+@pytest.mark.slow
 def test_runs_are_of_one_division_after_the_other(grid: list[Sample], tmp_path: Path) -> None:
     few = grid[::7]
     settings = FitSettings.parse({**_configuration(Path("somewhere")), "compare": ["linear"], "splits": ["cluster"]})
@@ -418,6 +419,7 @@ def _configuration(path: Path, **changes: Any) -> dict[str, Any]:
     return {"dataset": str(path), "simulator": simulator, **options, **changes}
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_simulator_and_a_result(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -457,6 +459,7 @@ def test_the_command_leaves_a_simulator_and_a_result(
     assert 0 < max(changed) < 0.2  # trained further, and gently
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_goes_on(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

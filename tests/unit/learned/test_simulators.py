@@ -79,6 +79,7 @@ def test_untrained_it_says_what_the_replay_says(samples: list[Sample]) -> None:
     assert ours.seconds == pytest.approx(replayed.seconds)
 
 
+@pytest.mark.slow
 def test_it_learns_what_the_replay_does_not_know(samples: list[Sample], fitted: LearnedEstimator) -> None:
     unseen = fitted.encode(samples[1::2])
     replay = SimulatorAccuracy.of(unseen, numpy.exp(unseen.base))
@@ -89,6 +90,7 @@ def test_it_learns_what_the_replay_does_not_know(samples: list[Sample], fitted: 
 
 
 # Of what compressors save, the predefined features know nothing.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "semantics", "count", "rate", "least"),
     [
@@ -405,6 +407,7 @@ def test_another_dgl_than_the_error_asks_for_is_refused(
         load_dgl()
 
 
+@pytest.mark.slow
 def test_dgl_is_imported_only_by_graph_simulators_and_says_nothing(tmp_path: Path) -> None:
     program = """
 import sys

@@ -51,6 +51,7 @@ def test_torch_predicts_what_dgl_would_and_has_the_same_gradients(samples: list[
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_fitted_simulator_predicts_without_dgl(samples: list[Sample], fitted: Path) -> None:
     program = f"""
 import sys

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, shipped_clusters
 from lightning_autosync.errors import DocumentError
@@ -167,7 +168,7 @@ def test_directions_are_told_apart():
     check_recovered(recover(truth), truth)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     sizes=st.lists(st.integers(2, 4), min_size=2, max_size=4),
     oversubscription=st.floats(1.5, 8),

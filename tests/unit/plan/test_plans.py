@@ -9,9 +9,10 @@ import sys
 import jsonschema
 import pytest
 from clusters import shared_nodes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans
+from sweeps import examples
 
 from lightning_autosync.plan import (
     Compressor,
@@ -40,7 +41,7 @@ WORKLOAD = Workload(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.data())
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_files_keep_everything(tmp_path_factory: pytest.TempPathFactory, suffix: str, data: st.DataObject) -> None:
@@ -55,7 +56,7 @@ def test_files_keep_everything(tmp_path_factory: pytest.TempPathFactory, suffix:
     jsonschema.validate(json.loads(json.dumps(plan.to_dict())), SyncPlan.json_schema())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_schedules_cover_every_element_once(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 7))

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from clusters import shared_nodes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans
+from sweeps import examples
 from test_plans import WORKLOAD
 
 from lightning_autosync.cluster import ClusterSpec
@@ -26,7 +27,7 @@ def by_fields(schedule: Schedule) -> str:
     return digest([asdict(message) | {"compressor": message.compressor.model_dump()} for message in schedule.messages])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_it_is_the_digest_of_all_fields(data: st.DataObject) -> None:
     workload, lossy = data.draw(st.sampled_from([(WORKLOAD, False), (DENSE, True)]))

@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans
+from sweeps import examples
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
@@ -29,7 +30,7 @@ WORKLOAD = Workload(
 )
 
 
-@settings(deadline=None)
+@examples()
 @given(data=st.data())
 def test_every_element_has_one_server(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 5))

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from coordinator_world import MAIL, World
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 
 from lightning_autosync.relaxed.coordinator import Command, Coordinator
 from lightning_autosync.relaxed.grouping import Grouping, IsolationGuard
@@ -47,7 +48,7 @@ def play(schedule: dict[str, Any], limit: float = 5000.0) -> World:
     return world
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(schedule=schedules(lossy=False))
 def test_every_worker_finishes_and_every_drain_holds_all(schedule: dict[str, Any]) -> None:
     world = play(schedule)
@@ -59,7 +60,7 @@ def test_every_worker_finishes_and_every_drain_holds_all(schedule: dict[str, Any
         assert max(map(len, set(world.members.values()) - {everybody}), default=0) <= max(schedule["size"], bridges)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(schedule=schedules(lossy=True))
 def test_nobody_waits_for_ever_among_losses_and_returns(schedule: dict[str, Any]) -> None:
     world = play(schedule)

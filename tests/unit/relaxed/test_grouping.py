@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import networkx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 
 from lightning_autosync.lab.convergence.isolation import SimulatedGroups, simulate
 from lightning_autosync.relaxed.grouping import (
@@ -102,7 +103,7 @@ def test_a_wait_spares_a_size_that_does_not_divide_the_number_of_workers() -> No
     assert _unconnected_windows(elastic, 4) == 0
 
 
-@settings(deadline=None)
+@examples()
 @given(
     count=st.integers(2, 9),
     size=st.integers(2, 6),
@@ -169,7 +170,7 @@ def test_a_bridging_group_waits_and_may_be_larger() -> None:
     assert group.members == (3, 1, 5, 4)
 
 
-@settings(deadline=None)
+@examples()
 @given(data=st.data())
 def test_the_guard_continues_from_its_state(data: st.DataObject) -> None:
     guard, again = IsolationGuard(3), IsolationGuard(3)
@@ -182,7 +183,7 @@ def test_the_guard_continues_from_its_state(data: st.DataObject) -> None:
     assert again.state() == guard.state()
 
 
-@settings(deadline=None)
+@examples()
 @given(
     groups=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=12),
     broken=st.lists(st.integers(0, 12), max_size=6),

@@ -253,6 +253,7 @@ def test_a_barrier_tells_who_was_there(mode: str) -> None:
     assert play(lambda: stays(0), lambda: stays(1), leaves) == [[{0, 1, 2}, *later], [{0, 1, 2}, *later], [{0, 1, 2}]]
 
 
+@pytest.mark.slow
 def test_a_slow_worker_that_still_pushes_is_waited_for_at_a_barrier() -> None:
     store = dist.HashStore()
 

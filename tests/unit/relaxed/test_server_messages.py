@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 
 from lightning_autosync.engine.exchanges.rows import Rows
 from lightning_autosync.errors import ExchangeError
@@ -35,7 +36,7 @@ def travelled(packed: Packed) -> memoryview:
     return memoryview(bytearray(b"".join(as_bytes(packed.parts))))
 
 
-@settings(deadline=None)
+@examples()
 @given(
     shapes=st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), st.sampled_from(DTYPES)), max_size=5),
     text=st.text(max_size=20),

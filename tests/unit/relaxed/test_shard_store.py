@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 from torch import Tensor, nn
 
 from lightning_autosync.engine.exchanges.rows import Rows
@@ -89,7 +90,7 @@ def cuttings(draw: st.DrawFn) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS)
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(cuts=cuttings(), servers=st.integers(1, 3), skipped=st.lists(st.sampled_from([*SHAPES, ""]), min_size=5))
 def test_slices_are_updated_as_the_whole(
     name: str, options: dict[str, Any], cuts: dict[str, list[int]], servers: int, skipped: list[str]

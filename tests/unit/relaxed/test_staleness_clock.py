@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from sweeps import SHARE
 
 from lightning_autosync.relaxed.server.clock import StalenessClock
 
-SCHEDULES = 10_000
+SCHEDULES = round(SHARE * 10_000)
 
 
 class Schedule:

@@ -58,6 +58,7 @@ def test_trials_until_the_best_known_plan(sweep: Path) -> None:
             assert (count is not None) == reached
 
 
+@pytest.mark.slow
 def test_the_page_has_every_run_and_links_to_their_reports(sweep: Path, tmp_path: Path) -> None:
     report({"run": str(sweep / "3")}, tmp_path)
     report({"runs": str(sweep)}, tmp_path)

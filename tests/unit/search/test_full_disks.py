@@ -95,6 +95,7 @@ def test_an_output_that_takes_nothing(tmp_path):
     assert finished.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_disk_is_full(tmp_path):
     with small_disk(tmp_path / "full", 64) as full:
         body = "(directory / 'x').write_text('x' * 40_000)"

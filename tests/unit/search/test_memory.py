@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from clusters import asymmetric_cluster
 from disks import read_only, small_disk
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans
+from sweeps import examples
 from tuned_plans import CLUSTER, HOSTS, WRITTEN, tuned, workload
 
 from lightning_autosync.cluster import ClusterSpec
@@ -137,7 +138,7 @@ def entries(draw: st.DrawFn) -> TunedPlan:
     )
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(entry=entries())
 def test_what_is_written_is_read_again(entry: TunedPlan, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = TuningCache(tmp_path_factory.mktemp("plans"))
@@ -374,6 +375,7 @@ except DocumentError as error:
 """
 
 
+@pytest.mark.slow
 def test_so_does_a_directory_of_another_user(tmp_path: Path) -> None:
     cache = TuningCache(tmp_path / "plans")
     cache.store(tuned())
@@ -402,6 +404,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.slow
 def test_jobs_that_write_one_entry_at_once_leave_a_whole_file(cache: TuningCache) -> None:
     lines = [
         [sys.executable, "-W", "error", "-c", _WRITES, str(cache.directory), letter, str(Path(__file__).parents[2])]
@@ -481,6 +484,7 @@ def test_clear_takes_entries_and_nothing_else(cache: TuningCache) -> None:
     assert sorted(cache.directory.iterdir()) == sorted([fresh, *foreign])
 
 
+@pytest.mark.slow
 def test_a_job_that_remembers_loads_no_optimizer_of_plans() -> None:
     loaded = "{'optuna', 'hydra', 'dgl', 'matplotlib'} & {*sys.modules}"
     program = f"import sys, lightning_autosync.search.memory; print({loaded})"

@@ -168,6 +168,7 @@ def test_an_interpolation_is_left_as_it_is(tmp_path):
     assert "${oc.env:DATABASE}" in (tmp_path / "run" / ".hydra" / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_no_password(tmp_path):
     own = f"sqlite:///file:{tmp_path}/sweep.db?uri=true&password={SECRET}"
     line = ("-m", f"study.storage='{ADDRESSES[0]}',PLAIN", f"hydra.sweeper.storage='{own}'", "hydra.sweep.dir=sweep")

@@ -72,6 +72,7 @@ def test_the_first_proposals_are_no_slower_than_any_builder() -> None:
     assert study.best_value <= min(seconds(SPACE.plan(point)) for point in SPACE.baselines())
 
 
+@pytest.mark.slow
 def test_it_learns_what_the_simulator_gets_wrong() -> None:
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
     studies.enqueue_baselines(study, SPACE)
@@ -145,6 +146,7 @@ def test_a_worker_takes_a_later_place_while_earlier_ones_choose() -> None:
     assert len({signature(SPACE.plan(point)) for point in chosen}) == 3
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_with_one_storage(tmp_path: Path) -> None:
     path = tmp_path / "one.journal"
     one = studies.open_study(path, "one", SPACE, sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
@@ -158,6 +160,7 @@ def test_two_processes_go_on_with_one_storage(tmp_path: Path) -> None:
     assert plans.count(taken) == 1
 
 
+@pytest.mark.slow
 def test_processes_that_propose_at_once_share_a_storage(tmp_path: Path) -> None:
     """They begin at the same moment; two choices made within one may be equal, hardly any are."""
     path = tmp_path / "one.journal"
@@ -330,6 +333,7 @@ def test_a_simulator_that_learns_is_refitted_as_trials_come_in() -> None:
     assert estimator.inner.taught == [5, 10]
 
 
+@pytest.mark.slow
 def test_a_sampler_that_prepares_proposes_the_same_and_learns_nothing_twice() -> None:
     taught, proposed = [], []
     for beforehand in (False, True):
@@ -421,6 +425,7 @@ class Memorizer:
         raise NotImplementedError
 
 
+@pytest.mark.slow
 def test_errors_of_a_simulator_are_those_on_plans_that_it_was_not_taught() -> None:
     sampler = AutoSyncSampler(SPACE, estimator=Memorizer(), seed=0, refit=20, **SMALL)
     study = tune(sampler, 21, lambda plan: 2 * seconds(plan))
@@ -490,6 +495,7 @@ def test_what_a_source_got_wrong_is_expected_here_too() -> None:
     assert numpy.corrcoef(expected, errors[52:])[0, 1] > 0.7
 
 
+@pytest.mark.slow
 def test_what_is_little_known_of_is_bred_however_the_simulator_prices_it(monkeypatch) -> None:
     def rings(candidate: Candidate) -> float:
         groups = candidate.plan.groups
@@ -585,6 +591,7 @@ def test_what_was_proposed_is_known_to_the_live_trial() -> None:
     assert trial.user_attrs.items() <= study.trials[0].user_attrs.items()
 
 
+@pytest.mark.slow
 def test_refined_plans_are_tried_in_place_of_their_points() -> None:
     """They are told from their points, count as what they are, and are not proposed again by whoever goes on."""
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=3, refine=6, **SMALL))

@@ -17,6 +17,8 @@ from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.workload import Variable, Workload
 
+pytestmark = pytest.mark.slow
+
 WORKLOAD = Workload(name="two", variables=(Variable(name="front", shape=(64, 9)), Variable(name="back", shape=(64,))))
 
 

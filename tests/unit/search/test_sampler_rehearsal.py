@@ -149,6 +149,7 @@ def test_a_run_of_transfer_from_another_source_is_refused(tmp_path: Path) -> Non
         run_file(path, elsewhere)
 
 
+@pytest.mark.slow
 def test_a_last_line_that_was_cut_off_is_dropped_and_its_run_made_again(tmp_path: Path) -> None:
     given = {**SMALL, "samplers": ["random"], "budget": 4, "runs": str(tmp_path / "runs.jsonl")}
     rehearse(given, tmp_path)

@@ -157,6 +157,7 @@ def test_native_only_is_collectives_alone(workload: Workload, cluster: ClusterSp
         assert all(message.collective for message in schedule.messages if not message.rows)
 
 
+@pytest.mark.slow
 def test_rows_never_take_the_backends_exchange() -> None:
     for options in ({}, {"native_only": True}):
         for one in ranked(TABLE, STAR, **options):
@@ -184,6 +185,7 @@ def test_it_knows_the_hosts() -> None:
     assert ranked(constants=slow)[0].seconds > ranked(constants=Constants(frame_cost=0.0))[0].seconds
 
 
+@pytest.mark.slow
 def test_it_needs_none_of_the_tools_of_live_searches() -> None:
     script = (
         "import sys, lightning_autosync.search.selection\n"

@@ -73,6 +73,7 @@ def test_a_slower_machine_is_believed_though_the_sampler_learns_from_what_it_mea
     assert max(prices.values()) < 1.1 * min(prices.values())
 
 
+@pytest.mark.slow
 def test_ddp_and_builders_beside_the_study_are_brought_to_the_footing_of_the_trials():
     world = World(budget=14)
     trials = world.trials()

@@ -109,6 +109,7 @@ class Interrupting:
         self.ended += 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heard_ctrl_c")
 def test_a_ctrl_c_does_not_wait_for_a_simulator_that_is_trained(tmp_path):
     builders = len(World().space.baselines())
@@ -146,6 +147,7 @@ def test_builders_that_were_interrupted_are_tried_again_and_those_that_failed_ar
     assert measured >= set(names) - {names[3]}
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_running_is_tried_again(tmp_path):
     world = World(tmp_path, budget=14)
     trials = world.trials()

@@ -93,6 +93,7 @@ def test_times_are_on_the_footing_of_the_run_that_asks():
     assert [one.value for one in listener.heard] == pytest.approx([1.0] * 60)
 
 
+@pytest.mark.slow
 def test_the_gaussian_process_of_horovod_learns_of_sizes_that_were_given_up(tmp_path):
     """All but two trials are given up, so that of complete ones alone it would still draw at random."""
     job = TuningJob.of(settings(sampler="horovod"))

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from sweeps import examples
 
 from lightning_autosync.errors import WorkloadError
 from lightning_autosync.workload import Variable, Workload
@@ -120,7 +121,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(workload=workloads(), suffix=st.sampled_from([".yaml", ".json"]))
 def test_save_and_load_give_the_same_workload(
     tmp_path_factory: pytest.TempPathFactory, workload: Workload, suffix: str
