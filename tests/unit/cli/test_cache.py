@@ -84,7 +84,7 @@ def test_show_tells_the_evidence_and_the_plan(plans: TuningCache, command: Comma
         "allowed: exact; messages: the builders' own size; device: cpu",
         f"written 2026-03-01T12:30:00+00:00 by lightning-autosync {entry.key.package} with torch 2.13.0+cpu, after ",
         "cluster 'star': 3 links of 80 to 320 Mbit/s",
-        "plan: bandwidth-proportional shards; predicted: 0.09 s a step",
+        "plan: bandwidth-proportional shards; predicted: 0.09 s to synchronize a step",
         f"plan {entry.plan.fingerprint}: 3 ranks, synchronous, semantics exact",
         str(plans.entries()[0].path),
     ):
