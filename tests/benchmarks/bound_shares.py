@@ -42,8 +42,7 @@ def uneven_racks() -> ClusterSpec:
     uplinks = {"rack0": 400 * MBIT, "rack1": 200 * MBIT, "rack2": 100 * MBIT}
     links = [{"a": rack, "b": "core", "bandwidth": rate, "latency": 50e-6} for rack, rate in uplinks.items()]
     for node in range(6):
-        link = {"a": f"node{node}", "b": f"rack{node // 2}", "bandwidth": 400 * MBIT, "latency": 50e-6}
-        links.append(link)
+        links.append({"a": f"node{node}", "b": f"rack{node // 2}", "bandwidth": 400 * MBIT, "latency": 50e-6})
     return document("three_racks", [f"node{node}" for node in range(6)], ["core", *uplinks], links)
 
 
