@@ -44,7 +44,9 @@ class Constants(Document):
 
         autosync probe launch=emulated cluster=four_equal every_pair=false head=0.15 window=0.2
 
-    ``burst``, ``cores`` and ``accelerated`` describe the links and the job, so their defaults are not measured.
+    ``exchange_cost``, ``pass_cost``, ``finish_cost`` and ``unpack_cost`` were measured later on a server a third as
+    fast, and scaled. ``burst``, ``cores`` and ``accelerated`` describe the links and the job, so their defaults are not
+    measured.
 
     Attributes:
         framing: bytes on the wire for each byte of payload, because of Ethernet, IP and TCP headers [full frames].
@@ -60,8 +62,16 @@ class Constants(Document):
             [core-seconds of 512 small frames each way].
         wake_up: seconds from the arrival of a single frame until the transport's thread takes it [round trip of a
             frame].
+        exchange_cost: core-seconds of a rank to start and complete a message on trees, without its frames [core-seconds
+            of 64 messages of one frame].
         gradient_cost: core-seconds per gradient, for the hook and the autograd work around it [backward passes with 72
-            tiny gradients and with 8].
+            tiny gradients and with 9].
+        pass_cost: core-seconds of the main thread for a backward pass and the wait after it, without those of gradients
+            and messages [backward passes with 9 tiny gradients in a message].
+        finish_cost: core-seconds of the main thread to take the sum of a message that has arrived [72 messages and one
+            that have arrived].
+        unpack_cost: core-seconds to copy a mean into its gradient, without the copy of its bytes [messages of 72 tiny
+            gradients and of 9 that have arrived].
         host_cost: core-seconds per byte sent or received [core-seconds of large frames].
         merge_cost: core-seconds to unpack, merge or pack one set of touched rows, even an empty one [merging small
             sets].
@@ -90,7 +100,11 @@ class Constants(Document):
     collective_cost: _Cost = 38e-6
     frame_cost: _Cost = 8.8e-6
     wake_up: _Cost = 0.0
+    exchange_cost: _Cost = 10e-6
     gradient_cost: _Cost = 13e-6
+    pass_cost: _Cost = 0.2e-3
+    finish_cost: _Cost = 4e-6
+    unpack_cost: _Cost = 1.4e-6
     host_cost: _Cost = 0.28e-9
     merge_cost: _Cost = 60e-6
     sharing_loss: _Cost = 0.0012

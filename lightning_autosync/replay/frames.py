@@ -13,9 +13,13 @@ from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.event_simulation import Dependencies, FrameConnections, Nodes, simulate
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
+from lightning_autosync.replay.notices import Queue, queues_of_notices
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.paces import Paces
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
+
+_NOTICE = 128.0
+"""Bytes of a notice on the wire: 24 bytes of gloo and the headers."""
 
 
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
@@ -109,6 +113,7 @@ class _FrameGraph:
         self._ends: list[int] = []
         self._first_frames: list[int] = []
         self._host_work: list[list[int]] = []
+        self._notice_queues: dict[int, list[list[Queue]]] = {}
 
     def add_host_work(self, host_work: HostWork) -> None:
         """Add the main threads' work, part after part, as frames of one byte that each rank sends to itself."""
@@ -247,21 +252,47 @@ class _FrameGraph:
         size = stage.ring / stage.ring_steps / stage.ring_pieces
         handling = stage.hop_delay(constants, ranks)
         cost = size * constants.host_cost + stage.frame_cost(constants)
+        queues = self._queues(stage.ring_way, size)
         before: list[list[int]] = [[] for _ in starts]
         for step in range(stage.ring_steps):
             gather = size * stage.gather if step < stage.ring_steps // 2 else 0.0
             frames = []
             for rank, start in enumerate(starts):
                 target, giver = (rank + stage.ring_way) % ranks, (rank - stage.ring_way) % ranks
-                pair = (ranks + rank) * ranks + target
                 after = handling + gather + self._notice(rank, target, WITH_NOTICE)
-                frames.append([self._node(pair, size, 0.0, cost, after) for _ in range(stage.ring_pieces)])
+                own = cost - stage.frame_cost(constants) / 2 if queues[rank] and step else cost
+                pair = (ranks + rank) * ranks + target
+                frames.append([self._node(pair, size, 0.0, own, after) for _ in range(stage.ring_pieces)])
                 self._edges += [(begun, frame) for frame in frames[rank] for begun in (start, starts[target])]
                 self._edges += list(zip(before[giver], frames[rank], strict=False))
                 sent = [*before[rank][-GLOO_WINDOW:], *frames[rank]]
-                self._edges += list(zip(sent, sent[GLOO_WINDOW:], strict=False))
+                for place, frame in enumerate(sent[GLOO_WINDOW:]):
+                    ready = self._add_notice(stage, rank, sent[place], queues[rank]) if step else sent[place]
+                    self._edges.append((ready, frame))
             before = frames
         return [frame for row in before for frame in row]
+
+    def _queues(self, way: int, piece: float) -> list[list[int]]:
+        """For each rank, those behind whose data the notice waits that lets it send a piece of so many bytes."""
+        if way not in self._notice_queues:
+            self._notice_queues[way] = queues_of_notices(self._network, way)
+        return [[queue.sender for queue in queues if piece <= queue.most] for queues in self._notice_queues[way]]
+
+    def _add_notice(self, stage: Stage, rank: int, received: int, queue: Sequence[int]) -> int:
+        """Add the notice that lets ``rank`` send another piece once one is ``received``; returns its last node.
+
+        It waits behind the data of the ranks in ``queue``, and takes half of what a piece costs the hosts.
+        """
+        if not queue:
+            return received
+        ranks = self._network.ranks
+        handled = 2 * ranks**2 + (rank + stage.ring_way) % ranks * ranks + rank
+        last = self._node(handled, 1.0, 0.0, stage.frame_cost(self._constants) / 2, 0.0)
+        for sender in queue:
+            pair = (ranks + sender) * ranks + (sender + stage.ring_way) % ranks
+            behind = self._node(pair, _NOTICE, 0.0, 0.0, 0.0)
+            self._edges += [(received, behind), (behind, last)]
+        return last
 
     def prepare(self, order: StartOrder, paces: Paces, bound: Indices) -> Callable[[Floats], tuple[StageTimes, float]]:
         """Prepare the simulation of the graph; returns what `prepare_frames` does."""

@@ -24,8 +24,8 @@ from lightning_autosync.workload import Workload
 
 Detail = Literal["auto", "frames", "fluid"]
 
-FRAMES_LIMIT = 5000
-"""Largest number of frames in a step for which ``auto`` simulates frames: a step of so many takes 50 to 100 ms."""
+FRAMES_LIMIT = 12_500
+"""Largest number of frames in a step for which ``auto`` simulates frames: a step of so many takes 0.1 to 0.3 s."""
 _STEPS = 5
 """Largest number of repeated steps until the links' token buckets are in a steady state."""
 _STEADY = 0.01
@@ -72,6 +72,9 @@ class Replay:
         self._loads = LoadModel(self._network, self._forest, self._constants)
         self._clock = ComputeClock(workload, self._constants)
         self._numel = {variable.name: variable.numel for variable in workload.variables}
+        ranks = self._network.ranks
+        # All ranks have this work at once, before the first gradient and after the last message.
+        self._pass = self._constants.crowd(ranks) * self._constants.pass_cost if ranks > 1 else 0.0
         self._speeds = [cluster.nodes[index].speed for index in cluster.rank_nodes]
 
     def predict(self, schedule: Schedule, detail: Detail = "auto") -> Prediction:
@@ -100,6 +103,7 @@ class Replay:
             before = tokens.copy()
             times, packed = run(tokens)
             spans, synchronized = _message_spans(step, times, packed)
+            synchronized += self._pass
             step_time = synchronized + self._workload.optimizer_time / min(self._speeds)
             # Buckets continue to fill between the end of the last stage and the end of the step.
             idle = max(0.0, step_time - float(times.end.max(initial=0.0)))

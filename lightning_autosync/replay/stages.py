@@ -121,6 +121,7 @@ class StageMaker:
         rounds = [self._round(message, round) for round in message.rounds]
         if len(rounds) > 1:
             self._add_factors(message, *rounds)
+        rounds[-1][-1].finish += self._crowd * self._unpacking(message)
         return [stage for stages in rounds for stage in stages]
 
     def _round(self, message: Message, round: Round) -> list[Stage]:
@@ -141,6 +142,12 @@ class StageMaker:
         for stage in second:
             stage.deferred = stage.deferred or stage is second[0] or stage.beside
         second[-1].finish += self._crowd * size * self._constants.decode.seconds_per_byte("powersgd")
+
+    def _unpacking(self, message: Message) -> float:
+        """Core-seconds in which a main thread takes a message's sum and copies the means into the gradients."""
+        constants = self._constants
+        copying = message.numel * ITEMSIZE[message.dtype] / constants.copy_rate
+        return constants.finish_cost + len(message.variables) * constants.unpack_cost + copying
 
     def _coding(self, message: Message) -> tuple[float, float]:
         """Core-seconds per byte of values to encode and to decode."""
@@ -173,7 +180,8 @@ class StageMaker:
         ]
         encode, decode = self._coding(message)
         gather = decode + 1 / self._constants.reduce_rate
-        return Stage(message.index, False, flows=tuple(flows), gather=gather, seal=encode, open=decode)
+        launch = self._constants.exchange_cost
+        return Stage(message.index, False, launch=launch, flows=tuple(flows), gather=gather, seal=encode, open=decode)
 
     def _all_reduces(self, message: Message, round: Round) -> list[Stage]:
         """A stage for each of the backend's threads that take part: transfers go to the threads in turn."""
@@ -348,7 +356,7 @@ class StageMaker:
         return Stage(
             message.index,
             False,
-            launch=constants.merge_cost + size / constants.copy_rate,
+            launch=constants.exchange_cost + constants.merge_cost + size / constants.copy_rate,
             flows=tuple(flows),
             growth=numpy.ones(self._ranks + 1),
             finish=self._adding(size),
@@ -369,6 +377,7 @@ class StageMaker:
         return Stage(
             message.index,
             False,
+            launch=constants.exchange_cost,
             flows=tuple(flows),
             growth=growth,
             gather=constants.encode.seconds_per_byte("rows"),

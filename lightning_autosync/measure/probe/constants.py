@@ -32,6 +32,9 @@ def fit_constants(
             **_of_collectives(costs, scheduling, ranks, constants.crowd(ranks), latency),
             **_of_frames(costs, latency),
             "gradient_cost": costs["gradient_core"],
+            "pass_cost": costs["pass_core"],
+            "finish_cost": costs["finish_core"],
+            "unpack_cost": costs["unpack_core"],
         }
     )
 
@@ -104,12 +107,14 @@ def _of_frames(costs: Mapping[str, Any], latency: float) -> dict[str, float]:
     """Costs of the transport's frames.
 
     - ``frame_cost``: core-seconds for each small frame when many are in flight on a tree.
-    - ``wake_up``: seconds that a single frame takes beyond the link's latency and the cores' time.
+    - ``wake_up``: seconds that a single frame takes beyond the link's latency and the cores' time for one of many.
+    - ``exchange_cost``: core-seconds of a rank to start and complete a message on trees, without its frames.
     - ``host_cost``: core-seconds for each byte of large frames on a tree, without the cost of frames and additions.
     """
     return {
         "frame_cost": costs["frame_core"],
-        "wake_up": max(0.0, costs["lone"] - latency - 2 * costs["lone_core"]),
+        "wake_up": max(0.0, costs["lone"] - latency - 2 * costs["frame_core"]),
+        "exchange_cost": costs["exchange_core"],
         "host_cost": costs["byte_core"],
     }
 

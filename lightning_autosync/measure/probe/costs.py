@@ -37,6 +37,7 @@ _ELEMENTS = 1 << 20
 """Elements of a 4 MiB float32 buffer. Like gradients, it is larger than a core's private caches."""
 _SMALL_FRAMES, _SMALL_ELEMENTS = 512, 64
 _LARGE_FRAMES, _LARGE_ELEMENTS = 16, 1 << 16
+_MESSAGES = 64
 _BOUNCES = 200
 _TIMEOUT = 60.0
 _NUMBERS = 64
@@ -189,9 +190,9 @@ def _frames(one: int, other: int, reduce_rate: float) -> dict[str, float]:
     """Measure the transports of two ranks.
 
     Returns:
-        ``lone`` (one-way seconds of a frame for which the receiver waits), ``lone_core`` (core-seconds of it at either
-        end), ``frame_core`` (core-seconds at either end for each small frame when many are in flight on a tree) and
-        ``byte_core`` (the same for each byte of large frames).
+        ``lone`` (one-way seconds of a frame for which the receiver waits), ``frame_core`` (core-seconds at either end
+        for each small frame when many are in flight on a tree), ``byte_core`` (the same for each byte of large frames)
+        and ``exchange_core`` (core-seconds of a rank to start and complete a message, without its frames).
     """
     rank = dist.get_rank()
     sockets = connect_pairs([(min(one, other), max(one, other))], None, None, 30.0)
@@ -201,12 +202,15 @@ def _frames(one: int, other: int, reduce_rate: float) -> dict[str, float]:
         own = int(rank == other)  # within this transport, the two ranks are ranks 0 and 1
         transport = Transport({1 - own: connection})
         peer = other if rank == one else one
-        lone, lone_core = _bounce(transport, own, lambda: _meet(peer, rank == one))
+        lone = _bounce(transport, own, lambda: _meet(peer, rank == one))
         small = _make_sum(transport, own, 1, pieces=_SMALL_FRAMES, size=_SMALL_ELEMENTS)
         large = _make_sum(transport, own, 2, pieces=_LARGE_FRAMES, size=_LARGE_ELEMENTS)
+        single = [_make_sum(transport, own, 3 + channel, 1, _SMALL_ELEMENTS) for channel in range(_MESSAGES)]
         _meet(peer, rank == one)
-        ends = {"lone": lone, "lone_core": lone_core}
-        ends |= {"frame_core": _core(small) / _SMALL_FRAMES / 2, "large_core": _core(large) / _LARGE_FRAMES / 2}
+        ends = {"lone": lone, "frame_core": _core([small]) / _SMALL_FRAMES / 2}
+        ends |= {"large_core": _core([large]) / _LARGE_FRAMES / 2}
+        # A rank sends and receives one frame for each of these messages.
+        ends |= {"exchange_core": max(0.0, _core(single) / _MESSAGES - 2 * ends["frame_core"])}
     found = gather_json(ends)
     if rank in (one, other):
         transport.close()
@@ -217,8 +221,8 @@ def _frames(one: int, other: int, reduce_rate: float) -> dict[str, float]:
     return {**mean, "byte_core": max(0.0, byte)}
 
 
-def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> tuple[float, float]:
-    """One-way seconds of a single frame (half a round trip, fastest tenth), and its core-seconds at either end."""
+def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> float:
+    """One-way seconds of a single frame: half a round trip, fastest tenth."""
     begins, peer = own == 0, 1 - own
     payload = memoryview(bytearray(1))
     times: list[float] = []
@@ -241,14 +245,12 @@ def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> tuple[f
     receiver = _Echo(memoryview(bytearray(1)), arrived)
     transport.register(0, receiver)
     meet()
-    start = time.process_time()
     last = time.perf_counter()
     if begins:
         transport.submit(send)
     if not done.wait(_TIMEOUT) or receiver.error is not None:
         raise receiver.error or ExchangeError(f"probe: a rank did not answer within {_TIMEOUT:g} s")
-    core = (time.process_time() - start) / _BOUNCES
-    return sorted(times[1:])[_BOUNCES // 10] / 2, core / 2  # the first interval includes the start of either end
+    return sorted(times[1:])[_BOUNCES // 10] / 2  # the first interval includes the start of either end
 
 
 def _make_sum(transport: Transport, own: int, channel: int, pieces: int, size: int) -> TreeExchange:
@@ -259,13 +261,15 @@ def _make_sum(transport: Transport, own: int, channel: int, pieces: int, size: i
     return TreeExchange(transport, channel, own, message, whole, torch.zeros(pieces * size), _TIMEOUT)
 
 
-def _core(exchange: TreeExchange) -> float:
-    """Core-seconds of a step on this rank, the least of ``_TRIES``."""
+def _core(exchanges: Sequence[TreeExchange]) -> float:
+    """Core-seconds of a step on this rank, in which all start at once; the least of ``_TRIES``."""
     best = float("inf")
     for _ in range(_TRIES):
         start = time.process_time()
-        exchange.start()
-        exchange.wait()
+        for exchange in exchanges:
+            exchange.start()
+        for exchange in exchanges:
+            exchange.wait()
         best = min(best, time.process_time() - start)
     return best
 
@@ -281,28 +285,41 @@ def _meet(peer: int, begins: bool) -> None:
         dist.send(token, peer)
 
 
-_FEW, _MANY = 8, 72
+_FEW, _MANY, _TOGETHER = 9, 72, 3
 _STEPS = 8
 
 
 def measure_engine() -> dict[str, float]:
-    """Measure core-seconds of the main thread: ``gradient_core`` and ``launch_core``. Collective.
+    """Measure core-seconds of the main thread, with tiny gradients. Collective.
 
-    ``gradient_core`` is the cost of each gradient, including autograd around its hook; ``launch_core`` that of each
-    collective. They are differences between steps with tiny gradients: many gradients against few in one message, and
-    many messages against one. Gradients come without pauses, as they do where cores are scarce and the cost matters.
+    Differences between steps give ``gradient_core`` (each gradient in a backward pass, including autograd around its
+    hook), ``unpack_core`` (each mean that is copied into its gradient afterwards), ``launch_core`` and ``finish_core``
+    (each message: its launch in the backward pass, and its end afterwards). The first two compare many gradients with
+    few in one message, the others many messages with one. ``pass_core`` is what a backward pass and the wait after it
+    take without gradients and messages.
+
+    Gradients come without pauses, as they do where cores are scarce and the cost matters, and three at a time: a
+    layer's weight and bias, and the weight of its normalization.
     """
     few, many, separate = _step(_FEW, 1), _step(_MANY, 1), _step(_MANY, _MANY)
-    return {
-        "gradient_core": max(0.0, many - few) / (_MANY - _FEW),
-        "launch_core": max(0.0, separate - many) / (_MANY - 1),
+    found = {
+        "gradient_core": max(0.0, many[0] - few[0]) / (_MANY - _FEW),
+        "unpack_core": max(0.0, many[1] - few[1]) / (_MANY - _FEW),
+        "launch_core": max(0.0, separate[0] - many[0]) / (_MANY - 1),
+        "finish_core": max(0.0, separate[1] - many[1]) / (_MANY - 1),
     }
+    of_few = _FEW * (found["gradient_core"] + found["unpack_core"]) + found["launch_core"] + found["finish_core"]
+    return {**found, "pass_core": max(0.0, sum(few) - of_few)}
 
 
-def _step(gradients: int, messages: int) -> float:
-    """Core-seconds of the main thread in a backward pass: the median over steps, then the mean over ranks."""
-    # Distinct ready times make autograd produce the gradients one by one, as it does for layers.
-    variables = [Variable(name=f"v{number}", shape=(16,), ready=number * 1e-9) for number in range(gradients)]
+def _step(gradients: int, messages: int) -> tuple[float, float]:
+    """Core-seconds of the main thread in a backward pass, and then until all gradients hold their means.
+
+    Both are medians over steps, then means over ranks.
+    """
+    variables = [
+        Variable(name=f"v{number}", shape=(16,), ready=number // _TOGETHER * 1e-9) for number in range(gradients)
+    ]
     workload = Workload(name="probe", variables=tuple(variables), backward_time=gradients * 1e-9)
     cluster = ClusterSpec.uniform(dist.get_world_size(), bandwidth=1e9, name="probe")
     share = gradients // messages
@@ -312,13 +329,20 @@ def _step(gradients: int, messages: int) -> float:
     ]
     plan = SyncPlan(workload=workload.variables_fingerprint, world_size=dist.get_world_size(), groups=tuple(groups))
     module, seed = PacedModule(workload), torch.tensor(0)
-    engine = Engine(variable_names(module), compile_plan(plan, workload, cluster), cluster=cluster, timeout=_TIMEOUT)
+    schedule = compile_plan(plan, workload, cluster)
+    engine = Engine(variable_names(module), schedule, cluster=cluster, timeout=_TIMEOUT, waits="parameters")
     times = []
     with closing(engine):
         for _ in range(_STEPS):
             loss = module(seed)
             start = time.thread_time()
             loss.backward()
-            times.append(time.thread_time() - start)
+            launched = time.thread_time()
+            dist.barrier()  # by then most sums have arrived, so that the end of a message is not a wait
+            begin = time.thread_time()
+            engine.finish()
+            times.append([launched - start, time.thread_time() - begin])
             module.zero_grad()
-    return statistics.mean(gather_json(statistics.median(times[1:])))
+    backward, finish = zip(*times[1:], strict=True)
+    found = gather_json([statistics.median(backward), statistics.median(finish)])
+    return statistics.mean(each[0] for each in found), statistics.mean(each[1] for each in found)

@@ -227,8 +227,11 @@ PROBE = {
         "collectives": 2,
         "gradient_core": 12e-6,
         "launch_core": 30e-6,
+        "pass_core": 0.5e-3,
+        "finish_core": 20e-6,
+        "unpack_core": 3e-6,
         "lone": 60e-6,
-        "lone_core": 10e-6,
+        "exchange_core": 70e-6,
         "frame_core": 15e-6,
         "byte_core": 4e-10,
         "small_collectives": {
@@ -249,10 +252,13 @@ def test_constants_follow_from_their_measurements(tmp_path):
     step = (1.5e-3 - 2 * 30e-6) / 6 - 2 * 20e-6 - 2 * 4 * constants.message_cost
     assert constants.hop_delay(collective=True, ranks=4) * 2 == pytest.approx(step)
     assert constants.pair_cost == pytest.approx(20e-6)
-    assert constants.wake_up == pytest.approx(60e-6 - 20e-6 - 2 * 10e-6)
+    # A hop of a single frame takes what was measured, less the link's latency.
+    assert constants.hop_delay(collective=False, ranks=2) == pytest.approx(60e-6 - 20e-6)
     assert (constants.gradient_cost, constants.collective_cost) == (12e-6, 30e-6)
+    assert (constants.pass_cost, constants.finish_cost, constants.unpack_cost) == (0.5e-3, 20e-6, 3e-6)
     assert constants.sharing_loss == pytest.approx(1 / 0.96 - 1)
     assert (constants.cores, constants.frame_cost, constants.host_cost) == (2.0, 15e-6, 4e-10)
+    assert constants.exchange_cost == 70e-6
     assert (constants.scan_rate, constants.merge_cost) == (3e9, 70e-6)
     assert (constants.burst, constants.encode.fp16, constants.decode.fp16) == (131072.0, 3e9, 4e9)
     constants.save(tmp_path / "constants.yaml")

@@ -155,7 +155,7 @@ def test_unknown_ready_times_are_spread_over_backward() -> None:
         ({"frame_cost": 0.01}, 2.04),  # two hops, each handled at both ends
         ({"reduce_rate": RATE}, 3.0),  # the root adds for a second
         ({"framing": 1.5}, 3.0),
-        ({"copy_rate": RATE}, 3.0),  # packing lasts a second
+        ({"copy_rate": RATE}, 4.0),  # packing lasts a second, and so does the copy into the gradient
         ({"host_cost": 2 / RATE}, 4.0),  # the hosts are twice as slow as the link
     ],
 )

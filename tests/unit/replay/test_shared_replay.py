@@ -18,10 +18,11 @@ WORKLOAD = Workload(name="one", variables=(Variable(name="v", shape=(ELEMENTS,),
 def test_every_rank_adds_and_copies_its_part(ranks: int, detail: str) -> None:
     cluster = ClusterSpec.uniform(1, devices=ranks)
     schedule = compile_plan(builders.shared_memory(WORKLOAD, cluster), WORKLOAD, cluster)
-    constants = Constants(reduce_rate=2e9, copy_rate=4e9, message_cost=0, cores=1)
+    constants = Constants.ideal().model_copy(update={"reduce_rate": 2e9, "copy_rate": 4e9, "cores": 1.0})
     found = replay(schedule, WORKLOAD, cluster, constants, detail).synchronization_time
     bytes_of_others = 4 * (ELEMENTS + 1) * (ranks - 1) / ranks
-    assert found == pytest.approx(ranks * bytes_of_others * (1 / 2e9 + 1 / 4e9))
+    into_the_gradient = 4 * ELEMENTS / 4e9
+    assert found == pytest.approx(ranks * (bytes_of_others * (1 / 2e9 + 1 / 4e9) + into_the_gradient))
 
 
 def test_costs_that_differ_by_many_orders_come_to_an_end() -> None:
