@@ -1,0 +1,70 @@
+"""Steps that overlap with the next forward pass end, bit by bit, where steps that wait end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import overlap_jobs
+import pytest
+
+PAIR = {"format": "autosync-cluster/1", "name": "pair", "uniform": {"nodes": 2, "bandwidth": "1 Gbit/s"}}
+TREES = {"plan": "packed_trees", "cluster": PAIR}
+SMALL = {"bucket_cap_mb": 1e-4}
+
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "trees": {"model": "Plain", "strategy": TREES},
+    "native": {"model": "Plain", "strategy": {"plan": "all_reduce", **SMALL}},
+    "parameter servers": {"model": "Unused", "strategy": {"plan": "ps_load_balancing"}},
+    "views": {"model": "Plain", "strategy": {**SMALL, "gradient_as_bucket_view": True}},
+    "accumulation of 2": {"model": "Plain", "accumulate_grad_batches": 2, "strategy": SMALL},
+    "accumulation of 4": {"model": "Plain", "accumulate_grad_batches": 4, "strategy": SMALL},
+    "bf16-mixed": {"model": "Plain", "precision": "bf16-mixed", "strategy": SMALL},
+    "bf16-true": {"model": "Plain", "precision": "bf16-true", "strategy": SMALL},
+    "unused": {"model": "Unused", "accumulate_grad_batches": 2, "strategy": SMALL},
+    "frozen": {"model": "Frozen"},
+    "tied": {"model": "Tied", "strategy": SMALL},
+    "buffers": {"model": "Normalized", "strategy": SMALL},
+    "activation checkpoints": {"model": "Checkpointed", "strategy": SMALL},
+    "reentrant activation checkpoints": {"model": "Reentrant", "strategy": SMALL},
+    "two optimizers": {"model": "Untoggled", "strategy": SMALL},
+    "direct backward": {"model": "Direct", "strategy": SMALL},
+    "sparse embedding": {"model": "SparseTable"},
+    "large embedding": {"model": "DenseTable"},
+    "thawing": {"model": "Thaws", "strategy": SMALL},
+    "freezing": {"model": "ThawsLate", "strategy": SMALL},
+}
+WAITS: dict[str, dict[str, Any]] = {
+    "clipping by norm": {"model": "Plain", "gradient_clip_val": 0.05},
+    "gradient scaler": {"model": "Plain", "half": True, "gradient_clip_val": 0.1},
+    "clipping by value": {"model": "Plain", "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    "gradients seen": {"model": "SeesGradients", "strategy": SMALL},
+    "two optimizers, toggled": {"model": "Adversarial", "strategy": SMALL},
+    "two optimizers, accumulation": {"model": "Accumulates", "strategy": SMALL},
+    "two optimizers, accumulation in place": {"model": "AccumulatesInPlace", "strategy": SMALL},
+    "compiled part": {"model": "Compiled"},
+    "scaler with overflows": {"model": "Mixture", "half": True, "max_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_equals_waiting(duo, case: str) -> None:
+    for different, moved, late in duo.run(overlap_jobs.compare, **OVERLAPS[case]):
+        assert different == []
+        assert moved
+        assert late[0] > 0
+
+
+@pytest.mark.parametrize("case", WAITS)
+def test_waits_where_gradients_are_read_or_parameters_change(duo, case: str) -> None:
+    for different, moved, late in duo.run(overlap_jobs.compare, **WAITS[case]):
+        assert different == []
+        assert moved
+        assert late[0] == 0
+
+
+def test_optimizers_step_parts_as_they_step_all(duo) -> None:
+    for found in duo.run(overlap_jobs.optimizers):
+        for name, (different, moved, late) in found.items():
+            assert different == [], name
+            assert moved, name
+            assert late[0] > 0, name
