@@ -47,7 +47,8 @@ class StaleReads(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """First address of the elements of a tensor, and the end of its memory."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    """First address of the elements of a tensor, and the end of the last one."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
         return 0, 0
-    return tensor.data_ptr(), tensor.untyped_storage().data_ptr() + tensor.untyped_storage().nbytes()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

@@ -77,7 +77,7 @@ class StepOverlap:
         """See `Owner.complete`."""
         with self._lock:
             if self._failure is not None:
-                raise ExchangeError(f"this parameter has no value after a failed exchange: {self._failure}")
+                raise self._failure  # whatever is due has no value
             members = self._open.pop(index, None)
             if members is None:
                 return

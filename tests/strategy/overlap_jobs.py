@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
     "foreach": partial(torch.optim.AdamW, lr=0.05, foreach=True),
     "fused": partial(torch.optim.Adam, lr=0.05, fused=True),
-    "learning rate as a tensor": partial(torch.optim.Adam, lr=torch.tensor(0.05), foreach=True, capturable=False),
+    "learning rate as a tensor": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(0.05)),
 }
 
 

@@ -31,7 +31,6 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "sparse embedding": {"model": "SparseTable"},
     "large embedding": {"model": "DenseTable"},
     "thawing": {"model": "Thaws", "strategy": SMALL},
-    "freezing": {"model": "ThawsLate", "strategy": SMALL},
 }
 WAITS: dict[str, dict[str, Any]] = {
     "clipping by norm": {"model": "Plain", "gradient_clip_val": 0.05},
@@ -41,6 +40,7 @@ WAITS: dict[str, dict[str, Any]] = {
     "two optimizers, toggled": {"model": "Adversarial", "strategy": SMALL},
     "two optimizers, accumulation": {"model": "Accumulates", "strategy": SMALL},
     "two optimizers, accumulation in place": {"model": "AccumulatesInPlace", "strategy": SMALL},
+    "freezing": {"model": "ThawsLate", "strategy": SMALL},
     "compiled part": {"model": "Compiled"},
     "scaler with overflows": {"model": "Mixture", "half": True, "max_epochs": 1},
 }
