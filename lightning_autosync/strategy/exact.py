@@ -17,6 +17,7 @@ from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
+from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
@@ -322,6 +323,8 @@ class ExactReplica(Replica):
         return self._tuning.start(self._open, self._use)
 
     def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:
+        if self._overlap is not None:
+            schedule = first_parameters_first(schedule, list(self._planned))
         engine = Engine(
             list(self._planned.items()),
             schedule,

@@ -12,12 +12,10 @@ from unittest import mock
 import jobs
 import models
 import torch
-from lightning.pytorch import Callback, LightningModule, seed_everything
-from lightning.pytorch.callbacks import WeightAveraging
-from torch import Tensor, nn
-from torch.nn import functional as F
+from lightning.pytorch import LightningModule, seed_everything
+from torch import Tensor
 
-from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
+from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import step_overlap
 
