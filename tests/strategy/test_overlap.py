@@ -31,6 +31,14 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "sparse embedding": {"model": "SparseTable"},
     "large embedding": {"model": "DenseTable"},
     "thawing": {"model": "Thaws", "strategy": SMALL},
+    # The failures of Megatron-LM's --overlap-param-gather, in `events` and `second_model` too.
+    "losses": {"model": "Sees", "strategy": TREES},
+    "another order": {"model": "Reversed", "strategy": SMALL},
+    "weights read outside of their module": {"model": "ReadOutside", "strategy": SMALL},
+    "a layer that is skipped": {"model": "Skips", "strategy": {**SMALL, "gradient_as_bucket_view": True}},
+    "settled at odd times": {"model": "Settles", "strategy": SMALL},
+    "torch.func": {"model": "Functional", "strategy": SMALL},
+    "manual optimization": {"model": "ByHand", "strategy": SMALL},
 }
 WAITS: dict[str, dict[str, Any]] = {
     "clipping by norm": {"model": "Plain", "gradient_clip_val": 0.05},
@@ -68,3 +76,24 @@ def test_optimizers_step_parts_as_they_step_all(duo) -> None:
             assert different == [], name
             assert moved, name
             assert late[0] > 0, name
+
+
+def test_readers_outside_of_forward_passes_see_current_weights(duo, tmp_path) -> None:
+    for rank, found in enumerate(duo.run(overlap_jobs.events, folder=str(tmp_path))):
+        for name, (different, moved, late) in found.items():
+            assert different == [], (rank, name)
+            assert moved, (rank, name)
+            assert late[0] > 0, (rank, name)
+
+
+def test_a_second_model_leaves_the_first_one_alone(duo) -> None:
+    for late, completed in duo.run(overlap_jobs.second_model):
+        assert late > 0
+        assert completed == 0
+
+
+def test_fabric_equals_waiting(duo) -> None:
+    for found in duo.run(overlap_jobs.fabrics):
+        for cleared, (equal, late) in found.items():
+            assert equal, cleared
+            assert late > 0, cleared
