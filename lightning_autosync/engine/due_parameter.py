@@ -49,12 +49,14 @@ class Due:
         owner: completes it.
         message: index of its message.
         step: the optimizer's step that has been called for it; None while only the sum of its gradient is due.
+        limit: the ``clip_value`` of a ``clip_grad_value_`` that was called before the step; None if there was none.
         clears: the ``set_to_none`` of a ``zero_grad`` that was called after that step; None if there was none.
     """
 
     owner: Owner
     message: int
     step: DeferredStep | None = None
+    limit: float | None = None
     clears: bool | None = None
 
 
@@ -72,6 +74,7 @@ _FORM = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {getattr(Tenso
 _FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
 """Functions that read neither the values of a tensor nor its gradient."""
 _CLEARING = {inspect.unwrap(method).__code__ for method in (Optimizer.zero_grad, nn.Module.zero_grad)}
+_LIMITING = inspect.unwrap(nn.utils.clip_grad_value_).__code__
 
 
 class DueParameter(nn.Parameter):
@@ -92,6 +95,11 @@ class DueParameter(nn.Parameter):
             if func in _FORM:
                 rest = True
             elif due.step is None:
+                if func == _GET_GRADIENT and (limit := _limit_of(sys._getframe(1))) is not None:
+                    # Values are clipped one by one, so that the sum may come later.
+                    due.limit = limit if due.limit is None else min(limit, due.limit)
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return parameter.new_empty(0)  # to clip in place of the gradient
                 if func in _GRADIENT:
                     due.owner.note_reader(_reader(sys._getframe(1)))
                 # A function in Python may read other parameters, and calls on parameters must be seen there too.
@@ -154,6 +162,20 @@ def _due_in(value: Any) -> Iterator[DueParameter]:
             yield from _due_in(part)
 
 
+def _limit_of(frame: FrameType) -> float | None:
+    """The limit, if ``clip_grad_value_`` reads a gradient in this frame."""
+    caller = _function_of(frame)
+    return float(caller.f_locals["clip_value"]) if caller.f_code is _LIMITING else None
+
+
+def _function_of(frame: FrameType) -> FrameType:
+    """The frame of the function to which a comprehension belongs."""
+    while frame.f_code.co_name in ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def _reader(frame: FrameType) -> str:
+    frame = _function_of(frame)
     code = frame.f_code
     return f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"

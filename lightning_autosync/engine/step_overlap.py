@@ -15,7 +15,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -37,15 +36,18 @@ class StepOverlap:
     Args:
         module: the module whose parameters an engine synchronizes.
         check_reads: whether to find readers of memory whose step is due; see `StaleReads`.
+        on_wait: called with the first function (its name, file and line) that reads gradients before a step.
     """
 
-    def __init__(self, module: nn.Module, check_reads: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, check_reads: bool = False, on_wait: Callable[[str], None] | None = None
+    ) -> None:
         self._lock = RLock()
         self._open: dict[int, list[nn.Parameter]] = {}
         self._engine: Engine | None = None
         self._failure: BaseException | None = None
         self._released: list[tuple[nn.Parameter, Due]] = []
-        self._told = False
+        self._on_wait = on_wait
         self._handles: list[RemovableHandle] = [
             part.register_forward_pre_hook(_before_forward, prepend=True)
             for part in module.modules()
@@ -104,12 +106,9 @@ class StepOverlap:
 
     def note_reader(self, reader: str) -> None:
         """See `Owner.note_reader`."""
-        if not self._told:
-            self._told = True
-            rank_zero_info(
-                f"AutoSync: overlap: steps wait for gradients at the end of the backward pass where {reader} reads "
-                "them before the optimizer's step"
-            )
+        on_wait, self._on_wait = self._on_wait, None
+        if on_wait is not None:
+            on_wait(reader)
 
     def close(self) -> None:
         """Settle, and stop deferring steps. After a failure, parameters without a value raise when they are read."""
@@ -222,6 +221,9 @@ def _unmark(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, Due]]:
 
 
 def _apply(due: list[tuple[nn.Parameter, Due]]) -> None:
+    for parameter, what in due:
+        if what.limit is not None:
+            nn.utils.clip_grad_value_(parameter, what.limit)
     make_steps([(parameter, what.step) for parameter, what in due if what.step is not None])
     for parameter, what in due:
         if what.clears and what.step is not None:

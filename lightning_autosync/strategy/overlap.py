@@ -13,6 +13,8 @@ from lightning_autosync.engine import StepOverlap, defer_steps
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload.description import COMPILED
 
+_WAIT = "steps wait for gradients at the end of the backward pass"
+
 
 def make_overlap(module: nn.Module, settings: StrategySettings) -> StepOverlap | None:
     """What lets the steps of a module's parameters overlap; None if the settings or the module do not allow it.
@@ -22,16 +24,20 @@ def make_overlap(module: nn.Module, settings: StrategySettings) -> StepOverlap |
     if settings.overlap is None:
         return None
     if reason := _why_not(module):
-        rank_zero_info(f"AutoSync: overlap: steps wait for gradients at the end of the backward pass, because {reason}")
+        rank_zero_info(f"AutoSync: overlap: {_WAIT}, because {reason}")
         return None
-    return StepOverlap(module, check_reads=settings.overlap_debug)
+    return StepOverlap(module, settings.overlap_debug, _tell_reader)
 
 
 def defer_steps_of(optimizers: Iterable[Optimizer]) -> None:
     """Let the steps of optimizers overlap. Rank 0 says why an optimizer's cannot; these wait for all gradients."""
     for optimizer in optimizers:
         if reason := defer_steps(optimizer):
-            rank_zero_info(f"AutoSync: overlap: steps wait for gradients at the end of the backward pass: {reason}")
+            rank_zero_info(f"AutoSync: overlap: {_WAIT}, because {reason}")
+
+
+def _tell_reader(reader: str) -> None:
+    rank_zero_info(f"AutoSync: overlap: {_WAIT} where {reader} reads them before the optimizer's step")
 
 
 def _why_not(module: nn.Module) -> str:

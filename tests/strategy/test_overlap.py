@@ -18,6 +18,12 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "views": {"model": "Plain", "strategy": {**SMALL, "gradient_as_bucket_view": True}},
     "accumulation of 2": {"model": "Plain", "accumulate_grad_batches": 2, "strategy": SMALL},
     "accumulation of 4": {"model": "Plain", "accumulate_grad_batches": 4, "strategy": SMALL},
+    "clipping by value": {
+        "model": "Plain",
+        "strategy": SMALL,
+        "gradient_clip_val": 0.02,
+        "gradient_clip_algorithm": "value",
+    },
     "bf16-mixed": {"model": "Plain", "precision": "bf16-mixed", "strategy": SMALL},
     "bf16-true": {"model": "Plain", "precision": "bf16-true", "strategy": SMALL},
     "unused": {"model": "Unused", "accumulate_grad_batches": 2, "strategy": SMALL},
@@ -43,7 +49,6 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 WAITS: dict[str, dict[str, Any]] = {
     "clipping by norm": {"model": "Plain", "gradient_clip_val": 0.05},
     "gradient scaler": {"model": "Plain", "half": True, "gradient_clip_val": 0.1},
-    "clipping by value": {"model": "Plain", "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
     "gradients seen": {"model": "SeesGradients", "strategy": SMALL},
     "two optimizers, toggled": {"model": "Adversarial", "strategy": SMALL},
     "two optimizers, accumulation": {"model": "Accumulates", "strategy": SMALL},
