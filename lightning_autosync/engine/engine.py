@@ -54,7 +54,7 @@ class Engine:
 
     Attributes:
         schedule: the messages that are exchanged.
-        waits: see above; it may change before and during backward passes.
+        waits: see above; an engine made with ``parameters`` may wait at the end of some passes.
         enabled: whether backward passes synchronize; off while gradients are accumulated locally.
         deferred: whether the caller runs `finish` after backward; otherwise the engine does when autograd is done.
         changed: whether this rank's parameters are no longer those that the ranks agreed on. The next backward pass
@@ -90,6 +90,7 @@ class Engine:
             raise ValueError(f"waits: {waits!r} is not known; allowed: 'backward' or 'parameters'")
         self.schedule = schedule
         self.waits = waits
+        self._overlaps = waits == "parameters"
         self.enabled = True
         self.deferred = False
         self.changed = False
@@ -143,7 +144,7 @@ class Engine:
         accumulator = _gradient_accumulator(parameter)
         self._accumulators.append(accumulator)
         self._handles.append(accumulator.register_hook(hook))
-        if self.before_pass is not None:
+        if self._overlaps:
             # Before a gradient is added to the last pass's, also where this pass only accumulates.
             self._handles.append(accumulator.register_prehook(self._finish_last))
 

@@ -8,10 +8,11 @@ whatever cannot wait simply does not: a function that reads gradients before the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,9 +26,20 @@ from lightning_autosync.engine.optimizer_steps import DeferredStep, make_steps, 
 from lightning_autosync.engine.stale_reads import StaleReads
 from lightning_autosync.errors import ExchangeError
 
-_taken: WeakKeyDictionary[Optimizer, list[tuple[dict[str, Any], list[nn.Parameter]]]] = WeakKeyDictionary()
-"""For an optimizer that steps the parameters that are not due: its groups, and all their parameters."""
+_taken: WeakKeyDictionary[Optimizer, list[_Taken]] = WeakKeyDictionary()
+"""For an optimizer that steps the parameters that are not due: its groups, without those that are."""
 _deferring: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+_HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""Code that runs the hooks of every optimizer's step."""
+
+
+class _Taken(NamedTuple):
+    """A group of an optimizer, all its parameters, those of them that are due, and the step to make for these."""
+
+    group: dict[str, Any]
+    parameters: list[nn.Parameter]
+    due: list[nn.Parameter]
+    step: DeferredStep
 
 
 class StepOverlap:
@@ -45,7 +57,7 @@ class StepOverlap:
         self._lock = RLock()
         self._open: dict[int, list[nn.Parameter]] = {}
         self._engine: Engine | None = None
-        self._failure: BaseException | None = None
+        self._failure: ExchangeError | None = None
         self._released: list[tuple[nn.Parameter, Due]] = []
         self._on_wait = on_wait
         self._handles: list[RemovableHandle] = [
@@ -58,13 +70,17 @@ class StepOverlap:
             self._checking.enter_context(StaleReads(module))
 
     def follow(self, engine: Engine) -> None:
-        """Overlap the passes of ``engine`` from now on, where its ``waits`` says so."""
+        """Overlap the passes of ``engine`` from now on.
+
+        Args:
+            engine: an engine that was made with ``waits="parameters"``. Set its ``waits`` to ``backward`` for passes
+                that shall not overlap.
+        """
         self.settle()
         if self._engine is not None:
             self._engine.on_launch = self._engine.before_pass = None
         self._engine = engine
         engine.on_launch, engine.before_pass = self._begin, self.settle
-        engine.renew_hooks()
 
     def settle(self) -> None:
         """Wait for all sums under way, and make all steps that are due.
@@ -90,7 +106,7 @@ class StepOverlap:
                 try:
                     self._engine.finish_message(index)
                 except BaseException as error:
-                    self._fail(error, due)
+                    self._keep(index, due, error)
                     raise
                 released, self._released = self._released, []
                 _apply(due + released)
@@ -112,11 +128,8 @@ class StepOverlap:
 
     def close(self) -> None:
         """Settle, and stop deferring steps. After a failure, parameters without a value raise when they are read."""
-        try:
-            if self._failure is None:
-                self.settle()
-        except ExchangeError:
-            pass  # kept for the readers
+        with suppress(ExchangeError):  # kept for the readers
+            self.settle()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -137,9 +150,11 @@ class StepOverlap:
             else:
                 self._engine.finish_message(index)
 
-    def _fail(self, error: BaseException, due: list[tuple[nn.Parameter, Due]]) -> None:
-        """Let readers of parameters whose step could not be made fail, rather than see old values."""
-        self._failure = error
+    def _keep(self, index: int, due: list[tuple[nn.Parameter, Due]], error: BaseException) -> None:
+        """Keep a message due that could not be completed: readers fail, or try again after a Ctrl-C."""
+        if isinstance(error, ExchangeError):
+            self._failure = error
+        self._open[index] = [parameter for parameter, _ in due]
         for parameter, what in due:
             mark(parameter, what)
 
@@ -155,14 +170,16 @@ def defer_steps(optimizer: Optimizer) -> str:
         return reason
     _deferring[optimizer] = None
     optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(lambda stepping, *_: _restore(stepping))
+    optimizer.register_step_post_hook(_after_step)
     optimizer.register_state_dict_pre_hook(_complete_all)
     optimizer.register_load_state_dict_pre_hook(_complete_all)
     return ""
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _restore(optimizer)
+    if _is_within_step(optimizer):
+        return None
+    _restore(optimizer)  # after a step that raised
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         _take(optimizer)
@@ -176,27 +193,48 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return (optimizer, *args[2:]), {**kwargs, "closure": closure_first}
 
 
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if _is_within_step(optimizer):
+        return
+    late: list[tuple[nn.Parameter, DeferredStep]] = []
+    for taken in _restore(optimizer):
+        for parameter in taken.due:
+            if (due := due_of(parameter)) is not None:
+                due.step = taken.step
+            else:  # somebody read its gradient in the meantime
+                late.append((parameter, taken.step))
+    make_steps(late)
+
+
+def _is_within_step(optimizer: Optimizer) -> bool:
+    """Whether a hook of a step runs because the step of a subclass calls that of its parent."""
+    calls, frame = 0, sys._getframe(1)
+    while frame is not None:
+        calls += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > 1
+
+
 def _take(optimizer: Optimizer) -> None:
-    """Take the parameters that are due out of the optimizer's groups, and note the step for them."""
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    for group, parameters in groups:
-        step, kept = DeferredStep(optimizer, group), []
-        for parameter in parameters:
-            due = due_of(parameter)
-            if due is not None and due.step is not None:  # a second step with the same gradient
+    """Take the parameters that are due out of the optimizer's groups."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (due := due_of(parameter)) is not None and due.step is not None:  # a second step with this gradient
                 due.owner.complete(due.message)
-                due = None
-            if due is None:
-                kept.append(parameter)
-            else:
-                due.step = step
-        group["params"] = kept
-    _taken[optimizer] = groups
+    _taken[optimizer] = []
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        due_ones = [parameter for parameter in parameters if due_of(parameter) is not None]
+        _taken[optimizer].append(_Taken(group, parameters, due_ones, DeferredStep(optimizer, group)))
+        group["params"] = [parameter for parameter in parameters if due_of(parameter) is None]
 
 
-def _restore(optimizer: Optimizer) -> None:
-    for group, parameters in _taken.pop(optimizer, []):
-        group["params"] = parameters
+def _restore(optimizer: Optimizer) -> list[_Taken]:
+    """Put all parameters back; returns what was taken."""
+    taken = _taken.pop(optimizer, [])
+    for each in taken:
+        each.group["params"] = each.parameters
+    return taken
 
 
 def _complete_all(optimizer: Optimizer, *_: Any) -> None:
@@ -222,7 +260,7 @@ def _unmark(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, Due]]:
 
 def _apply(due: list[tuple[nn.Parameter, Due]]) -> None:
     for parameter, what in due:
-        if what.limit is not None:
+        if what.limit is not None and parameter.grad is not None:
             nn.utils.clip_grad_value_(parameter, what.limit)
     make_steps([(parameter, what.step) for parameter, what in due if what.step is not None])
     for parameter, what in due:

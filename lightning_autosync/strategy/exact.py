@@ -15,6 +15,7 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
 from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
+from lightning_autosync.engine.engine import Waits
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.plan.schedule import first_parameters_first
@@ -323,14 +324,16 @@ class ExactReplica(Replica):
         return self._tuning.start(self._open, self._use)
 
     def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:
+        waits: Waits = "backward"
         if self._overlap is not None:
-            schedule = first_parameters_first(schedule, list(self._planned))
+            schedule, waits = first_parameters_first(schedule, list(self._planned)), "parameters"
         engine = Engine(
             list(self._planned.items()),
             schedule,
             group=self._group,
             cluster=self._tuning.resolution.cluster,
             timeout=self._settings.timeout,
+            waits=waits,
             gradient_as_bucket_view=self._settings.gradient_as_bucket_view,
             static_graph=self._settings.static_graph,
             watched=self._watched,

@@ -378,7 +378,9 @@ class AutoSyncMixin(_Base):
             self._close_failure_detector()
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
-        super().teardown()
+        # Parameters without a value after a failure must not hide its cause when the model moves to the CPU.
+        with torch._C.DisableTorchFunctionSubclass():
+            super().teardown()
 
     def _close_failure_detector(self) -> None:
         if self._failure_detector is not None:

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine, StepOverlap, defer_steps
+from lightning_autosync.engine.engine import Waits
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import compile_plan
@@ -130,12 +131,12 @@ def set_up(name: str, workload: dict[str, Any], cap: float | None = None, overla
         schedule = compile_plan(plan, described, cluster)
         if overlap:
             schedule = first_parameters_first(schedule, names)
-        engine = Engine(renamed, schedule, cluster=cluster, timeout=60.0)
+        waits: Waits = "parameters" if overlap else "backward"
+        engine = Engine(renamed, schedule, cluster=cluster, timeout=60.0, waits=waits)
         closing.append(engine)
         if overlap:
             steps = StepOverlap(module)
             steps.follow(engine)
-            engine.waits = "parameters"
             assert not defer_steps(optimizer)
             closing.insert(0, steps)
     _live[name] = called, optimizer, closing

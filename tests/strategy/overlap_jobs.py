@@ -144,12 +144,13 @@ class WithReference(Sees):
     def __init__(self) -> None:
         super().__init__()
         self.reference = copy.deepcopy(self.body).requires_grad_(False)
+        self.due: list[int] = []
         self.completed = 0
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        before = sum(due_of(each) is not None for each in self.parameters())
+        self.due.append(sum(due_of(each) is not None for each in self.parameters()))
         self.seen.append(float(self.reference(batch[0]).detach().sum()))
-        self.completed += before - sum(due_of(each) is not None for each in self.parameters())
+        self.completed += self.due[-1] - sum(due_of(each) is not None for each in self.parameters())
         return super().training_step(batch, index)
 
 
@@ -264,12 +265,30 @@ def _tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     return {**checkpoint["state_dict"], **momenta}
 
 
-def second_model() -> list[int]:
-    """How many parameters of a model are stepped late, and how many of them the forward pass of another completes."""
+def second_model() -> tuple[list[int], int]:
+    """How many parameters of a model are due at the beginning of each step, and how many another model completes."""
     seed_everything(3)
     module = WithReference()
-    _, late, _ = train(module, {**SMALL, "overlap": "step"}, max_epochs=1)
-    return [late[0], module.completed]
+    train(module, {**SMALL, "overlap": "step"}, max_epochs=1)
+    return module.due, module.completed
+
+
+def compiled() -> bool:
+    """Whether a module that Fabric compiles trains alike with overlap and without, where some steps are late."""
+    found = []
+    for overlap in (None, "step"):
+        fabric = jobs.make_fabric(AutoSyncFabricStrategy(overlap=overlap, **SMALL))
+        torch.manual_seed(3)
+        module = torch.compile(models.Plain(), backend="aot_eager")
+        wrapped, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.05))
+        with late_steps() as late:
+            for inputs, labels in models.loader():
+                fabric.backward(F.cross_entropy(wrapped(inputs), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({name: value.clone() for name, value in jobs.state(module).items()})
+        fabric.strategy.teardown()
+    return late[0] > 0 and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def with_fabric(overlap: str | None, cleared: str) -> list[list[float]]:
@@ -317,3 +336,23 @@ def fabrics() -> dict[str, list[Any]]:
             overlaps = with_fabric("step", cleared)
         found[cleared] = [waits == overlaps, late[0]]
     return found
+
+
+def error_of_rank(victim: int) -> str:
+    """What ``fit`` raises on this rank when one rank's training step raises while steps are due."""
+
+    class Breaks(models.Plain):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            self.body(batch[0])
+            if index == 3 and self.global_rank == victim:
+                assert due_of(self.head.weight) is not None
+                raise ValueError("no such label")
+            return super().training_step(batch, index)
+
+    seed_everything(3)
+    strategy = AutoSyncStrategy(overlap="step", timeout=20.0, **SMALL)
+    try:
+        jobs.make_trainer(strategy, max_epochs=1).fit(Breaks())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"

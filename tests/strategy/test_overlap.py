@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import overlap_jobs
 import pytest
+
+from lightning_autosync import AutoSyncStrategy
 
 PAIR = {"format": "autosync-cluster/1", "name": "pair", "uniform": {"nodes": 2, "bandwidth": "1 Gbit/s"}}
 TREES = {"plan": "packed_trees", "cluster": PAIR}
@@ -57,9 +61,19 @@ WAITS: dict[str, dict[str, Any]] = {
     "compiled part": {"model": "Compiled"},
     "scaler with overflows": {"model": "Mixture", "half": True, "max_epochs": 1},
 }
+SLOW = (
+    "parameter servers", "accumulation of 4", "bf16-true", "frozen", "buffers", "activation checkpoints", "unused",
+    "direct backward", "large embedding", "compiled part", "gradient scaler", "two optimizers, toggled",
+    "two optimizers, accumulation", "two optimizers, accumulation in place", "freezing", "manual optimization",
+    "sparse embedding",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OVERLAPS)
+def cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
+
+
+@pytest.mark.parametrize("case", cases(OVERLAPS))
 def test_equals_waiting(duo, case: str) -> None:
     for different, moved, late in duo.run(overlap_jobs.compare, **OVERLAPS[case]):
         assert different == []
@@ -67,7 +81,7 @@ def test_equals_waiting(duo, case: str) -> None:
         assert late[0] > 0
 
 
-@pytest.mark.parametrize("case", WAITS)
+@pytest.mark.parametrize("case", cases(WAITS))
 def test_waits_where_gradients_are_read_or_parameters_change(duo, case: str) -> None:
     for different, moved, late in duo.run(overlap_jobs.compare, **WAITS[case]):
         assert different == []
@@ -92,9 +106,14 @@ def test_readers_outside_of_forward_passes_see_current_weights(duo, tmp_path) ->
 
 
 def test_a_second_model_leaves_the_first_one_alone(duo) -> None:
-    for late, completed in duo.run(overlap_jobs.second_model):
-        assert late > 0
+    for due, completed in duo.run(overlap_jobs.second_model):
+        assert due == [0, *[4] * 7]
         assert completed == 0
+
+
+@pytest.mark.slow
+def test_a_compiled_module_equals_waiting(duo) -> None:
+    assert all(duo.run(overlap_jobs.compiled))
 
 
 def test_fabric_equals_waiting(duo) -> None:
@@ -102,3 +121,23 @@ def test_fabric_equals_waiting(duo) -> None:
         for cleared, (equal, late) in found.items():
             assert equal, cleared
             assert late > 0, cleared
+
+
+def test_errors_beside_steps_that_are_due_name_their_cause(duo) -> None:
+    other, own = duo.run(overlap_jobs.error_of_rank, victim=1)
+    assert own == "ValueError: no such label"
+    assert "rank 1" in other
+    assert "no such label" in other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"overlap": "pass"}, "overlap: 'pass' is not known; allowed: 'step' or None"),
+        ({"overlap_debug": True}, "overlap_debug: it has no effect without overlap='step'"),
+        ({"overlap": "step", "plan": "partial_reduce", "semantics": "relaxed"}, "overlap: it has no effect"),
+    ],
+)
+def test_wrong_settings_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        AutoSyncStrategy(**arguments)

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_autosync.engine import StepOverlap, defer_steps
-from lightning_autosync.engine.due_parameter import DueParameter, due_of
+from lightning_autosync.engine import StepOverlap, defer_steps, optimizer_steps
+from lightning_autosync.engine.due_parameter import Due, DueParameter, due_of, mark, unmark
+from lightning_autosync.engine.step_overlap import _apply
 from lightning_autosync.errors import ExchangeError
 
 
@@ -25,13 +26,10 @@ class SlowEngine:
     def __init__(self, module: nn.Module) -> None:
         self.on_launch: Callable[[], None] | None = None
         self.before_pass: Callable[[], None] | None = None
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.finished: list[int] = []
         self.pending: list[int] = []
         self._parameters = list(module.parameters())
-
-    def renew_hooks(self) -> None:
-        """The parameters have no hooks."""
 
     def members(self, index: int) -> list[nn.Parameter]:
         return [self._parameters[index]]
@@ -52,12 +50,14 @@ class SlowEngine:
 
 
 class Job:
-    """A model, its optimizer, and an engine; ``overlap`` as in the strategies."""
+    """A model, its optimizer, and an engine whose passes overlap."""
 
-    def __init__(self, check_reads: bool = False, **settings: Any) -> None:
+    def __init__(self, check_reads: bool = False, kind: Any = torch.optim.SGD, **settings: Any) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        self.optimizer = torch.optim.SGD(self.module.parameters(), **{"lr": 0.1, "momentum": 0.9, **settings})
+        self.settings = {"kind": kind, **settings}
+        momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        self.optimizer = kind(self.module.parameters(), **{"lr": 0.1, **momentum, **settings})
         self.engine = SlowEngine(self.module)
         self.readers: list[str] = []
         self.overlap = StepOverlap(self.module, check_reads, self.readers.append)
@@ -75,7 +75,7 @@ class Job:
 
     def expected(self, steps: int = 1) -> list[torch.Tensor]:
         """The weights after so many steps of another job, without overlap."""
-        other = Job(lr=self.optimizer.defaults["lr"])
+        other = Job(**self.settings)
         for _ in range(steps):
             other.optimizer.zero_grad()
             other.module(torch.ones(2, 3)).square().sum().backward()
@@ -166,6 +166,20 @@ def test_gradients_are_cleared_after_the_step(job: Job, clear: str, set_to_none:
         assert parameter.grad is None if set_to_none else not parameter.grad.any()
 
 
+@pytest.mark.parametrize("kind", optimizer_steps._ELEMENTWISE)
+@pytest.mark.parametrize("foreach", [True, False])
+def test_steps_of_parts_equal_those_of_all(kind: Any, foreach: bool) -> None:
+    job = Job(kind=kind, foreach=foreach)
+    for _ in range(5):
+        job.optimizer.zero_grad()
+        job.step()
+        assert due(job) == [True] * 4
+    job.overlap.settle()
+    assert all(map(torch.equal, job.module.parameters(), job.expected(5)))
+    assert not torch.equal(job.module[0].weight, job.expected(1)[0])
+    job.overlap.close()
+
+
 def test_settings_are_those_of_the_time_of_the_step(job: Job) -> None:
     job.step()
     job.optimizer.param_groups[0]["lr"] = 100.0
@@ -195,6 +209,13 @@ def test_values_are_clipped_when_they_have_come(job: Job) -> None:
     assert largest == 0.25
 
 
+def test_clipping_leaves_parameters_without_gradients_alone(job: Job) -> None:
+    unused = nn.Parameter(torch.ones(2))
+    mark(unused, Due(job.overlap, 0, limit=1.0))
+    _apply([(unused, due) for due in [unmark(unused)] if due is not None])
+    assert unused.grad is None
+
+
 def test_a_second_step_with_the_same_gradient_comes_after_the_first(job: Job) -> None:
     job.step()
     job.optimizer.step()
@@ -205,6 +226,54 @@ def test_a_second_step_with_the_same_gradient_comes_after_the_first(job: Job) ->
     other.optimizer.step()
     for one, two in zip(job.module.parameters(), other.module.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+class Inherits(torch.optim.SGD):
+    """A step that logs, for instance, and calls that of its parent."""
+
+    steps_parameters_separately = True
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_that_calls_that_of_its_parent_is_made_once() -> None:
+    job = Job(kind=Inherits)
+    for _ in range(3):
+        job.optimizer.zero_grad()
+        job.step()
+        assert due(job) == [True] * 4
+    job.overlap.settle()
+    assert all(map(torch.equal, job.module.parameters(), job.expected(3)))
+    assert len(job.optimizer.param_groups[0]["params"]) == 4
+
+
+def test_a_step_that_raises_is_not_made_later(job: Job) -> None:
+    handle = job.optimizer.register_step_pre_hook(_raise)
+    with pytest.raises(ValueError, match="no logger"):
+        job.step()
+    handle.remove()
+    job.module.zero_grad()
+    job.step()
+    job.overlap.settle()
+    assert all(map(torch.equal, job.module.parameters(), job.expected()))
+    assert len(job.optimizer.param_groups[0]["params"]) == 4
+
+
+def test_gradients_that_a_hook_of_the_step_reads_are_sums(job: Job) -> None:
+    seen = []
+    job.optimizer.register_step_pre_hook(lambda *_: seen.append(float(job.module[2].bias.grad.sum())))
+    job.step()
+    assert due(job) == [True, True, True, False]
+    other = Job()
+    other.backward()
+    assert seen == [float(other.module[2].bias.grad.sum())]
+    job.overlap.settle()
+    assert all(map(torch.equal, job.module.parameters(), job.expected()))
+
+
+def _raise(*_: Any) -> None:
+    raise ValueError("no logger")
 
 
 def test_a_closure_computes_the_gradients_of_the_step(job: Job) -> None:
@@ -245,6 +314,15 @@ def test_readers_fail_where_the_step_cannot_be_made(job: Job) -> None:
         job.module[2].bias.sum()
     with torch._C.DisableTorchFunctionSubclass():
         assert all(map(torch.equal, job.module.parameters(), old))
+
+
+def test_an_interrupted_reader_may_try_again(job: Job) -> None:
+    job.step()
+    job.engine.failure = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        job.module[0].weight.sum()
+    job.engine.failure = None
+    assert torch.equal(job.module[0].weight, job.expected()[0])
 
 
 def test_reads_past_the_class_are_found() -> None:
