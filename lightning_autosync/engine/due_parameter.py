@@ -60,8 +60,9 @@ class Due:
     clears: bool | None = None
 
 
-_GET_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
-_GRADIENT = {_GET_GRADIENT, Tensor.grad.__set__, Tensor.grad.__delete__}  # type: ignore[attr-defined]
+_descriptor: Any = Tensor.grad
+_GET_GRADIENT = _descriptor.__get__
+_GRADIENT = {_GET_GRADIENT, _descriptor.__set__, _descriptor.__delete__}
 _ATTRIBUTES = (
     "device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_sparse", "itemsize", "layout",
     "nbytes", "ndim", "requires_grad", "shape",
@@ -136,13 +137,12 @@ def mark(parameter: nn.Parameter, due: Due) -> DueParameter:
     return marked
 
 
-def unmark(parameter: nn.Parameter) -> Due | None:
+def unmark(parameter: Any) -> Due | None:
     """Give ``parameter`` its own class again; returns what was due, None if nothing was."""
-    if type(parameter) is not DueParameter:
-        return None
-    due = parameter._autosync_due
-    del parameter._autosync_due
-    parameter.__class__ = nn.Parameter
+    due = due_of(parameter)
+    if due is not None:
+        del parameter._autosync_due
+        parameter.__class__ = nn.Parameter
     return due
 
 
