@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from threading import RLock
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -208,10 +209,11 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _is_within_step(optimizer: Optimizer) -> bool:
     """Whether a hook of a step runs because the step of a subclass calls that of its parent."""
-    calls, frame = 0, sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
     while frame is not None:
         calls += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return calls > 1
 
 
