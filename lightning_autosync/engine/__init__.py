@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from lightning_autosync.engine.engine import Engine
-from lightning_autosync.engine.grouped_optimizer import GroupedOptimizer
+from lightning_autosync.engine.step_overlap import StepOverlap, defer_steps
 
-__all__ = ["Engine", "GroupedOptimizer"]
+__all__ = ["Engine", "StepOverlap", "defer_steps"]

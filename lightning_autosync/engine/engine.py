@@ -18,6 +18,7 @@ from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.end_of_backward import call_after_backward
 from lightning_autosync.engine.gradients import MessageGradients
 from lightning_autosync.engine.resources import Resources
+from lightning_autosync.engine.static_graph import StaticGraph
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.engine.waiting import announce
 from lightning_autosync.errors import ExchangeError
@@ -43,7 +44,7 @@ class Engine:
         timeout: seconds to wait for other ranks before an `ExchangeError`.
         waits: when to wait for messages. ``backward``: at the end of the backward pass. ``parameters``: when the caller
             asks for a message, before it uses the parameters again. Communication then overlaps with the next forward
-            pass (see `finish_message`, `GroupedOptimizer`).
+            pass (see `finish_message`, `StepOverlap`).
         gradient_as_bucket_view: as in ``DistributedDataParallel``: whether gradients become views of the engine's
             buffers, which saves memory. By default ``parameter.grad`` stays the user's own tensor.
         static_graph: as in ``DistributedDataParallel``: whether every backward pass accumulates each gradient as often
@@ -53,14 +54,17 @@ class Engine:
 
     Attributes:
         schedule: the messages that are exchanged.
+        waits: see above; an engine made with ``parameters`` may wait at the end of some passes.
         enabled: whether backward passes synchronize; off while gradients are accumulated locally.
         deferred: whether the caller runs `finish` after backward; otherwise the engine does when autograd is done.
         changed: whether this rank's parameters are no longer those that the ranks agreed on. The next backward pass
             then tells the other ranks.
         on_begin: called on every rank at the first gradient of a synchronized pass, unless `deferred`. It may set
             ``changed``; errors that it raises end the backward pass.
-        on_change: called on every rank, in `finish`, after a pass in which some rank had ``changed`` set.
-        on_pass: called on every rank, in `finish`, after every other synchronized pass.
+        on_change: called on every rank, with the last sum of a pass in which some rank had ``changed`` set.
+        on_pass: called on every rank, with the last sum of every other synchronized pass.
+        on_launch: called when a backward pass ends without waiting, with all its messages under way.
+        before_pass: called before a backward pass adds to the gradients of messages under way; it finishes them.
 
     Raises:
         PlanError: the schedule does not fit the parameters or the number of ranks, or differs between ranks.
@@ -85,12 +89,17 @@ class Engine:
         if waits not in ("backward", "parameters"):
             raise ValueError(f"waits: {waits!r} is not known; allowed: 'backward' or 'parameters'")
         self.schedule = schedule
+        self.waits = waits
+        self._overlaps = waits == "parameters"
         self.enabled = True
         self.deferred = False
         self.changed = False
         self.on_begin: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.on_pass: Callable[[], None] | None = None
+        self.on_launch: Callable[[], None] | None = None
+        self.before_pass: Callable[[], None] | None = None
+        self._unended = False
         self._change_seen = False
         self._armed = False
         self._interruption = ""
@@ -101,13 +110,12 @@ class Engine:
         self._watches_changes = False
         self._on_accelerator = any(parameter.device.type != "cpu" for _, parameter in parameters)
         self._loss_scale: float | None = None
-        self._end_of_backward = self.finish if waits == "backward" else self.launch
         self._resources = Resources(
             dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view, watched, connect_timeout
         )
         self._gradients = self._resources.gradients
         self._compressor_state = self._resources.compressor_state
-        self._graph = _StaticGraph(self._gradients) if static_graph else None
+        self._graph = StaticGraph(self._gradients) if static_graph else None
         self._accumulators: list[Node] = []
         self._handles: list[RemovableHandle] = []
         self.renew_hooks()
@@ -136,6 +144,9 @@ class Engine:
         accumulator = _gradient_accumulator(parameter)
         self._accumulators.append(accumulator)
         self._handles.append(accumulator.register_hook(hook))
+        if self._overlaps:
+            # Before a gradient is added to the last pass's, also where this pass only accumulates.
+            self._handles.append(accumulator.register_prehook(self._finish_last))
 
     def finish(self) -> None:
         """Wait until every gradient of this backward pass holds the mean over ranks.
@@ -149,16 +160,25 @@ class Engine:
         if self.changed and self.enabled and not self._armed:
             # No parameter of the schedule got a gradient here, but the other ranks wait for this rank's messages.
             self._arm()
-        passed = self._armed or bool(self._pending)
         self.launch()
         for index in list(self._pending):
             self.finish_message(index)
-        if self._change_seen:
-            self._change_seen = False
-            if self.on_change is not None:
-                self.on_change()
-        elif passed and self.on_pass is not None:
-            self.on_pass()
+        self._end_pass()
+
+    def end_backward(self) -> None:
+        """End a backward pass: wait for its sums, or leave them under way if `waits` says so and nothing has changed.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        if self.waits == "backward" or self.changed or not self._armed:
+            self.finish()
+            return
+        self.launch()
+        if not self._pending:
+            self._end_pass()
+        elif self.on_launch is not None:
+            self.on_launch()
 
     def synchronize(self) -> None:
         """Average the current gradients over ranks, without a backward pass.
@@ -211,9 +231,21 @@ class Engine:
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
         """
-        gradients = self._pending.get(index)
-        if gradients is None:
+        if index not in self._pending:
             return
+        self._finish_one(index)
+        if self._change_seen:  # the gradients of the whole pass are going to change
+            for other in list(self._pending):
+                self._finish_one(other)
+        if not self._pending and not self._armed:
+            self._end_pass()
+
+    def members(self, index: int) -> list[nn.Parameter]:
+        """The parameters of a message."""
+        return self._gradients[index].parameters
+
+    def _finish_one(self, index: int) -> None:
+        gradients = self._pending[index]
         gradients.finish()
         del self._pending[index]
         if self._watches_changes:
@@ -318,14 +350,12 @@ class Engine:
                 f"an earlier backward pass failed on this rank ({self._interruption}). Other ranks may still be in "
                 "that pass: resume from a checkpoint"
             )
-        # With waits="parameters", messages of the last pass may still use the buffers that this pass packs into.
-        for index in list(self._pending):
-            self.finish_message(index)
+        self._finish_last()
         if self.on_begin is not None and not self.deferred:
             self.on_begin()
         if self._compressor_state.has_residuals:
             self._compressor_state.begin_step(self._loss_scale)
-        self._armed = True
+        self._armed = self._unended = True
         self._next = 0
         if self._recorder is not None:
             self._recorder.end_forward()
@@ -337,7 +367,7 @@ class Engine:
         if self._graph is not None:
             self._graph.begin_pass()
         if not self.deferred:
-            call_after_backward(self._end_of_backward)
+            call_after_backward(self.end_backward)
 
     def _complete(self, gradients: MessageGradients) -> None:
         if self._recorder is not None:
@@ -354,8 +384,28 @@ class Engine:
                 self._start(following)
             self._next += 1
 
+    def _finish_last(self, *_: object) -> None:
+        """Finish messages of the last pass; they use the gradients, and the buffers into which a pass packs them."""
+        if self._pending and not self._armed:
+            if self.before_pass is not None:
+                self.before_pass()
+            for index in list(self._pending):
+                self.finish_message(index)
+
+    def _end_pass(self) -> None:
+        """Tell the caller, once, that the last pass has all its sums."""
+        if not self._unended:
+            return
+        self._unended = False
+        if self._change_seen:
+            self._change_seen = False
+            if self.on_change is not None:
+                self.on_change()
+        elif self.on_pass is not None:
+            self.on_pass()
+
     def _settle(self) -> None:
-        """End a pass after its last message."""
+        """Note the end of a pass, after its last message."""
         if not self._finite:
             self._compressor_state.undo_step()
         if self._recorder is not None:
@@ -365,44 +415,6 @@ class Engine:
         if self._recorder is not None:
             self._recorder.start(gradients.message.index)
         gradients.start()
-
-
-class _StaticGraph:
-    """Accumulations of each gradient per pass: counted in the first pass, counted down in all later ones."""
-
-    def __init__(self, gradients: Sequence[MessageGradients]) -> None:
-        self._gradients = gradients
-        self._learned = False
-        self._left: dict[MessageGradients, list[int]] = {}
-
-    def begin_pass(self) -> None:
-        """Begin a backward pass, in which each message expects the accumulations that the first pass had."""
-        self._left = {
-            gradients: list(gradients.arrivals) if self._learned else [0] * len(gradients.arrivals)
-            for gradients in self._gradients
-        }
-
-    def arrived(self, gradients: MessageGradients, place: int) -> bool:
-        """Count one accumulation; returns whether the gradient is now complete."""
-        left = self._left[gradients]
-        if not self._learned:
-            left[place] += 1
-            return False
-        left[place] -= 1
-        if left[place] < 0:
-            raise ExchangeError(
-                f"static_graph=True: the gradient of parameter '{gradients.message.variables[place]}' was accumulated "
-                f"more than {gradients.arrivals[place]} times, as often as in the first pass; remove "
-                "static_graph=True if the graph changes between steps"
-            )
-        return left[place] == 0
-
-    def end_pass(self) -> None:
-        """End a backward pass. A pass without gradients (see `Engine.synchronize`) does not count as the first."""
-        if not self._learned and any(map(any, self._left.values())):
-            self._learned = True
-            for gradients, counted in self._left.items():
-                gradients.arrivals = counted
 
 
 def _gradient_accumulator(parameter: nn.Parameter) -> Node:

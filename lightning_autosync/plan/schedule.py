@@ -7,7 +7,8 @@ rows, by a native collective of the backend, or by a sum in memory that the rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -210,6 +211,26 @@ class Schedule:
                         if parent >= 0
                     )
         return edges
+
+
+def first_parameters_first(schedule: Schedule, order: Sequence[str]) -> Schedule:
+    """The schedule with priorities by which messages on trees leave in the order of their first parameter.
+
+    A schedule whose plan sets priorities is returned as it is.
+
+    Args:
+        schedule: the schedule.
+        order: names of all its parameters, in the order in which the forward pass needs them.
+    """
+    if any(message.priority for message in schedule.messages):
+        return schedule
+    places = {name: place for place, name in enumerate(order)}
+    return replace(
+        schedule,
+        messages=tuple(
+            replace(message, priority=-min(places[name] for name in message.variables)) for message in schedule.messages
+        ),
+    )
 
 
 def trees_of(transfer: Transfer) -> tuple[Tree, ...]:

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Result
 from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.replay import (
     Bound,
     Constants,
@@ -18,6 +19,7 @@ from lightning_autosync.replay import (
     Span,
     Timeline,
     least_step,
+    overlapped_step,
     synchronization_bound,
 )
 from lightning_autosync.report.timeline import write_timelines
@@ -73,7 +75,10 @@ def predict(
         ClusterError: the rates of the cluster are unknown.
     """
     constants = constants or Constants()
-    prediction = Replay(workload, cluster, constants).predict(compile_plan(plan, workload, cluster, source))
+    schedule, replay = compile_plan(plan, workload, cluster, source), Replay(workload, cluster, constants)
+    prediction = replay.predict(schedule)
+    ordered = first_parameters_first(schedule, [variable.name for variable in workload.variables])
+    overlapped = overlapped_step(ordered, workload, replay.predict(ordered))
     bounds = _Bounds(
         least_step(workload, cluster, constants.framing, constants.burst),
         synchronization_bound(workload, cluster, constants.framing, constants.burst),
@@ -81,7 +86,7 @@ def predict(
     )
     if directory is not None:
         _write(prediction, bounds, Path(directory))
-    return _text(prediction, bounds)
+    return _text(prediction, bounds, overlapped)
 
 
 @dataclass(frozen=True)
@@ -114,12 +119,13 @@ def _write(prediction: Prediction, bounds: _Bounds, directory: Path) -> None:
     ).write(directory)
 
 
-def _text(prediction: Prediction, bounds: _Bounds) -> str:
+def _text(prediction: Prediction, bounds: _Bounds, overlapped: float) -> str:
     step, least, share = prediction.step_time, bounds.step.seconds, bounds.share(prediction.step_time)
     reached = f"of exact plans; this one is {bounds.semantics}" if share is None else f"{share:.0%} reached"
     cut = "" if bounds.step.exact else f", {CUT_BOUND}"
     lines = [
         f"step                 {step * 1e3:10.1f} ms",
+        f"step with overlap    {overlapped * 1e3:10.1f} ms",
         f"step bound           {least * 1e3:10.1f} ms ({reached}{cut})",
         f"synchronization      {prediction.synchronization_time * 1e3:10.1f} ms",
         f"synchronization bound{bounds.synchronization * 1e3:10.1f} ms{f' ({CUT_BOUND})' if cut else ''}",

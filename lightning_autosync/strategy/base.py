@@ -88,6 +88,13 @@ class Replica(ABC):
         """The figures of the steps since the last call; None if there were none, or `measure_steps` was not called."""
         return None
 
+    def settle(self) -> None:
+        """Complete the parameters whose last step is still due; not collective, and without effect if none is.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+
     # Training
 
     def attach(self, trainer: Any) -> None:
@@ -195,6 +202,9 @@ class SynchronizedModule(nn.Module):
         self.replica = replica
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Compiled code reads parameters without asking their class. Evaluation has faster paths for plain parameters.
+        if torch.compiler.is_compiling() or not self.module.training or not torch.is_grad_enabled():
+            self._settle()
         self._before_forward()
         return self.module(*args, **kwargs)
 
@@ -210,6 +220,10 @@ class SynchronizedModule(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward passes only accumulate gradients on this rank."""
         return accumulation(self.replica)
+
+    @torch.compiler.disable
+    def _settle(self) -> None:
+        self.replica.settle()
 
     @torch.compiler.disable
     def _before_forward(self) -> None:

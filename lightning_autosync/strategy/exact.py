@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
 from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
+from lightning_autosync.engine.engine import Waits
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
+from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
+from lightning_autosync.strategy.overlap import defer_steps_of, make_overlap
 from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
@@ -67,8 +71,9 @@ class ExactReplica(Replica):
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
         self._parameters = ParameterComparison(module, group)
         self._weights = WeightComparison(module, settings.check_replicas, group)
+        self._overlap = make_overlap(module, settings)
         self._engine: Engine | None = None
-        self._engine = self._start()
+        self._follow(self._start())
 
     @classmethod
     def for_trainer(
@@ -125,6 +130,14 @@ class ExactReplica(Replica):
         if self._engine is not None:
             self._engine.enabled = enabled
 
+    def settle(self) -> None:
+        if self._overlap is not None:
+            self._overlap.settle()
+
+    def start_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
+        if self._overlap is not None:
+            defer_steps_of(optimizers)
+
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
         if self._buffers is not None and self._engine is not None:
@@ -163,6 +176,7 @@ class ExactReplica(Replica):
         Raises:
             ExchangeError: (on every rank) weights differ.
         """
+        self.settle()
         if self._engine is not None:
             self._weights.run()
 
@@ -176,7 +190,7 @@ class ExactReplica(Replica):
 
     @contextmanager
     def backward(self, scaler: GradScaler | None = None) -> Iterator[None]:
-        """The context of one backward pass; after it, gradients are means over ranks.
+        """The context of one backward pass; after it, gradients are means over ranks, or become so when they are read.
 
         Args:
             scaler: the scaler of the loss; None if the loss is not scaled.
@@ -185,6 +199,7 @@ class ExactReplica(Replica):
             ExchangeError: (on every rank) weights differ between ranks.
             PlanError: see `before_synchronization`.
         """
+        self.settle()  # the optimizer's last step, before gradients change
         self.before_synchronization()
         self.follow_scaler(scaler)
         engine = self._engine
@@ -192,9 +207,10 @@ class ExactReplica(Replica):
             yield
             return
         engine.deferred, enabled = True, engine.enabled
+        self._choose_wait(engine)
         try:
             yield
-            engine.finish()
+            engine.end_backward()
         except BaseException as error:
             if enabled:  # otherwise no other rank takes part
                 (self._engine or engine).interrupt(error)
@@ -215,6 +231,11 @@ class ExactReplica(Replica):
 
     def close(self) -> None:
         """Stop synchronizing; the state of compressors is kept for `gather_state`."""
+        if self._overlap is not None:
+            self._overlap.close()
+        self._close_engine()
+
+    def _close_engine(self) -> None:
         if self._engine is None:
             return
         self._tuning.close()
@@ -233,9 +254,10 @@ class ExactReplica(Replica):
         Ranks make equally many backward passes, unlike forward passes. A change that needs no other plan is accepted
         now, so that the pass exchanges the right messages at once; `_follow_change` handles others after the pass.
         """
+        assert self._engine is not None
+        self._choose_wait(self._engine)
         if not self._parameters.active:
             return
-        assert self._engine is not None
         self._engine.changed = self._parameters.run()
         if self._engine.changed and self._covers():
             self._accept_change()
@@ -246,6 +268,8 @@ class ExactReplica(Replica):
         The change must be the same on all ranks. The gradients of this pass are then synchronized again, for all
         parameters that now train.
         """
+        if self._overlap is not None:
+            self._overlap.release()
         self._parameters.begin()
         self._accept_change()
         assert self._engine is not None
@@ -286,9 +310,10 @@ class ExactReplica(Replica):
             )
         assert self._engine is not None
         enabled, scale = self._engine.enabled, self._engine.loss_scale
-        self.close()
+        self._close_engine()
         self._tuning.resolve(also=set(self._planned.values()))
-        self._engine = self._start()
+        self._follow(self._start())
+        assert self._engine is not None
         self._engine.enabled, self._engine.loss_scale = enabled, scale
         warn_left_out(self._engine.load_state_dict(self._memory), "parameters changed, so a new plan was made")
 
@@ -299,12 +324,16 @@ class ExactReplica(Replica):
         return self._tuning.start(self._open, self._use)
 
     def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:
+        waits: Waits = "backward"
+        if self._overlap is not None:
+            schedule, waits = first_parameters_first(schedule, list(self._planned)), "parameters"
         engine = Engine(
             list(self._planned.items()),
             schedule,
             group=self._group,
             cluster=self._tuning.resolution.cluster,
             timeout=self._settings.timeout,
+            waits=waits,
             gradient_as_bucket_view=self._settings.gradient_as_bucket_view,
             static_graph=self._settings.static_graph,
             watched=self._watched,
@@ -320,7 +349,17 @@ class ExactReplica(Replica):
             return
         engine.enabled, engine.loss_scale = present.enabled, present.loss_scale
         present.enabled = False
+        self._follow(engine)
+
+    def _follow(self, engine: Engine) -> None:
         self._engine = engine
+        if self._overlap is not None:
+            self._overlap.follow(engine)
+
+    def _choose_wait(self, engine: Engine) -> None:
+        """Choose when the coming pass waits, alike on all ranks: at its end if collective calls may follow it."""
+        waits = self._overlap is None or self._parameters.active or self._weights.is_due or self._tuning.trying
+        engine.waits = "backward" if waits else "parameters"
 
 
 def _initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.errors import PlanError
@@ -21,10 +22,12 @@ from lightning_autosync.strategy.agreement import checked_formation, compare_ran
 from lightning_autosync.strategy.base import SynchronizedModule, accumulation
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.exact import ExactReplica
+from lightning_autosync.strategy.overlap import defer_steps_of
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
     ClusterArgument,
+    Overlap,
     PlanArgument,
     Scheduling,
     StartMethod,
@@ -82,6 +85,8 @@ class AutoSyncFabricStrategy(DDPStrategy):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         check_replicas: int = CHECK_REPLICAS,
+        overlap: Overlap = None,
+        overlap_debug: bool = False,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -123,6 +128,17 @@ class AutoSyncFabricStrategy(DDPStrategy):
         self._replicas.append(replica)
         return FabricModule(module, replica, getattr(self.precision, "scaler", None))
 
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        optimizer = super().setup_optimizer(optimizer)
+        if self._settings.overlap is not None:
+            defer_steps_of([optimizer])
+        return optimizer
+
+    def settle(self) -> None:
+        """Complete all parameters whose last step is still due; see `AutoSyncMixin.settle`."""
+        for replica in self._replicas:
+            replica.settle()
+
     def report(self) -> list[TuningReport]:
         """For each module that is set up: how its gradients are synchronized, why, and which plans were tried."""
         return [replica.report() for replica in self._replicas]
@@ -143,6 +159,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         entries = {name: replica.gather_state() for name, replica in _replicas_in(state).items()}
         held = {name: entry for name, entry in entries.items() if entry is not None}
+        self.settle()
         super().save_checkpoint(path, {**state, KEY: held} if held else state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:

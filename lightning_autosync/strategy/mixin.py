@@ -27,6 +27,7 @@ from lightning_autosync.strategy.settings import (
     DEFAULT_TIMEOUT,
     ClusterArgument,
     HeartbeatArgument,
+    Overlap,
     PlanArgument,
     Scheduling,
     StartMethod,
@@ -84,6 +85,10 @@ class AutoSyncMixin(_Base):
             for plans whose ranks do not make their steps together. None (default): the default times.
         stall: seconds without progress after which the average of a group fails, for the same plans. None (default):
             60.
+        overlap: ``step``: gradients travel beside the next forward pass, and the optimizer steps each parameter before
+            it is read (see docs/overlap.md). None (default): training waits for gradients at the end of backward.
+        overlap_debug: whether to raise an error where memory of a parameter is read past that, by another tensor or by
+            an extension. Slow. Default: False.
         timeout: how long ranks wait for each other, in seconds or as a ``timedelta``. Default: 30 minutes.
         accelerator: as in ``DDPStrategy``, like the arguments that are not listed here. ``ddp_comm_hook``,
             ``ddp_comm_state``, ``ddp_comm_wrapper`` and ``model_averaging_period`` are refused: plans state compression
@@ -114,6 +119,8 @@ class AutoSyncMixin(_Base):
         check_replicas: int = CHECK_REPLICAS,
         heartbeat: HeartbeatArgument = None,
         stall: float | None = None,
+        overlap: Overlap = None,
+        overlap_debug: bool = False,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -154,6 +161,18 @@ class AutoSyncMixin(_Base):
     def report(self) -> TuningReport | None:
         """How gradients are synchronized, why, and which plans were tried; None if replicas are not synchronous."""
         return self._replica.report() if isinstance(self._replica, ExactReplica) else None
+
+    def settle(self) -> None:
+        """Complete the parameters whose last step is still due with ``overlap="step"``; not collective.
+
+        Readers of parameters do this by themselves, except those that hold other tensors with the same memory, such as
+        ``parameter.data`` from an earlier step, and code in C++.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        if self._replica is not None:
+            self._replica.settle()
 
     def measure_steps(self) -> bool:
         """Record what synchronized steps take on this rank from now on; see `Replica.measure_steps`."""
@@ -241,6 +260,7 @@ class AutoSyncMixin(_Base):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self.settle()
         self.meet()
 
     def end_training(self) -> None:
@@ -295,6 +315,7 @@ class AutoSyncMixin(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._replica is not None:
+            self._replica.settle()
             self._replica.before_checkpoint()
         return super().lightning_module_state_dict()
 
@@ -357,7 +378,9 @@ class AutoSyncMixin(_Base):
             self._close_failure_detector()
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
-        super().teardown()
+        # Parameters without a value after a failure must not hide its cause when the model moves to the CPU.
+        with torch._C.DisableTorchFunctionSubclass():
+            super().teardown()
 
     def _close_failure_detector(self) -> None:
         if self._failure_detector is not None:

@@ -102,6 +102,11 @@ class WeightComparison:
         self._planned = {name: parameter for name, parameter in kept.items() if name in planned}
         self._frozen = {name: parameter for name, parameter in kept.items() if name not in planned}
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call of `count` compares weights."""
+        return self._check is not None and self._check.is_due
+
     def count(self) -> None:
         """Count a synchronized backward pass, and compare if a comparison is due; collective.
 

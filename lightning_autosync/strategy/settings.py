@@ -37,6 +37,7 @@ PlanArgument = SyncPlan | PlanOfFile | str | os.PathLike[str] | None
 ClusterArgument = ClusterSpec | str | os.PathLike[str] | None
 HeartbeatArgument = HeartbeatSettings | dict[str, float] | None
 Scheduling = Literal["batch"] | None
+Overlap = Literal["step"] | None
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 Timeout = timedelta | float | None
 _Arguments = ParamSpec("_Arguments")
@@ -94,6 +95,8 @@ class StrategySettings:
         timeout: seconds to wait for other ranks.
         heartbeat: settings for the loss of silent ranks, under a plan without a schedule.
         stall: seconds without progress after which the average of a group fails.
+        overlap: ``step`` lets sums of a pass travel beside the next forward pass.
+        overlap_debug: whether readers of memory whose step is due are found; see `StaleReads`.
         tuning: how the job finds its links and its plan, where the user gives no plan; None: by the cluster alone.
         error: fault of a file, raised when all ranks are there; None if there is none.
     """
@@ -113,6 +116,8 @@ class StrategySettings:
     timeout: float = DEFAULT_TIMEOUT.total_seconds()
     heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
     stall: float = STALL
+    overlap: Overlap = None
+    overlap_debug: bool = False
     tuning: TuningSettings | None = None
     error: DocumentError | None = None
 
@@ -175,6 +180,11 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         raise ValueError(f"semantics: {semantics!r} is not one of {', '.join(SEMANTICS)}")
     if scheduling not in (None, "batch"):
         raise ValueError(f"scheduling: {scheduling!r} is not known; allowed: 'batch' or None")
+    overlap = arguments.get("overlap")
+    if overlap not in (None, "step"):
+        raise ValueError(f"overlap: {overlap!r} is not known; allowed: 'step' or None")
+    if arguments.get("overlap_debug") and overlap is None:
+        raise ValueError("overlap_debug: it has no effect without overlap='step'")
     follows = arguments["broadcast_buffers"] is not False
     later = arguments["forward_sync_buffers"]
     stall = arguments.get("stall")
@@ -189,6 +199,8 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         timeout=(launch["timeout"] or DEFAULT_TIMEOUT).total_seconds(),
         heartbeat=read_heartbeat(arguments.get("heartbeat")),
         stall=STALL if stall is None else read_seconds("stall", stall),
+        overlap=overlap,
+        overlap_debug=bool(arguments.get("overlap_debug")),
         tuning=read_tuning(arguments.get("tuning", "off")),
     )
     try:
@@ -208,6 +220,11 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     given = arguments["cluster"]
     file = os.fspath(given) if isinstance(given, str | os.PathLike) and is_path(given) else "cluster"
     settings = replace(settings, plan=found, source=source, cluster=where, cluster_source=file, bucket_bytes=size)
+    if overlap is not None and not settings.scheduled:
+        raise ValueError(
+            "overlap: it has no effect, because ranks or servers make the steps of this plan; allowed with plans whose "
+            "gradients are synchronized in every step"
+        )
     needless = [name for name in _RELAXED_ONLY if arguments.get(name) is not None]
     if settings.scheduled and needless:
         raise ValueError(

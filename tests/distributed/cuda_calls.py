@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from training import Net, batches, distance, engine
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine import Engine, GroupedOptimizer
+from lightning_autosync.engine import Engine, StepOverlap, defer_steps
 from lightning_autosync.engine.exchanges.native import TwoLevelExchange, TwoLevelGroups
 from lightning_autosync.plan import SyncPlan, TwoLevelAllReduce, builders, compile_plan
 from lightning_autosync.workload import describe, variable_names
@@ -76,11 +75,14 @@ def overlapped(device: str, plan: dict[str, Any], cluster: dict[str, Any]) -> fl
     _mean_train(reference, 4)
     module.to(device)
     with engine(module, SyncPlan.from_dict(plan), ClusterSpec.from_dict(cluster), None, waits="parameters") as running:
-        optimizer = GroupedOptimizer(running, module, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+        optimizer, overlap = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), StepOverlap(module)
+        overlap.follow(running)
+        assert defer_steps(optimizer) == ""
         for images, labels in batches(dist.get_rank(), 4, torch.float64):
             nn.functional.cross_entropy(module(images.to(device)), labels.to(device)).backward()
             optimizer.step()
-        optimizer.close()
+            optimizer.zero_grad()
+        overlap.close()
     return distance(module.cpu(), reference)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine import Engine, GroupedOptimizer
+from lightning_autosync.engine import Engine, StepOverlap, defer_steps
 from lightning_autosync.engine.engine import Waits
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.errors import OpeningError
@@ -141,12 +140,15 @@ def overlapped_distances(plans: list[dict[str, Any]], cluster: dict[str, Any], s
         module, under_way = copy.deepcopy(start), 0
         spec = ClusterSpec.from_dict(cluster)
         with engine(module, SyncPlan.from_dict(plan), spec, None, waits="parameters") as running:
-            optimizer = GroupedOptimizer(running, module, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+            optimizer, overlap = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), StepOverlap(module)
+            overlap.follow(running)
+            assert defer_steps(optimizer) == ""
             for images, labels in batches(rank, steps, torch.float64):
                 nn.functional.cross_entropy(module(images), labels).backward()
                 optimizer.step()
+                optimizer.zero_grad()
                 under_way += len(running.pending)
-            optimizer.close()
+            overlap.close()
         found.append([distance(module, reference), under_way / steps])
     return found
 

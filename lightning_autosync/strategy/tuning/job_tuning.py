@@ -77,6 +77,11 @@ class JobTuning:
         assert self._resolution is not None
         return self._resolution
 
+    @property
+    def trying(self) -> bool:
+        """Whether other plans are tried, or may yet be."""
+        return self._tuner is not None and not self._tuner.ended
+
     def resolve(self, also: Container[nn.Parameter] = ()) -> None:
         """Choose the plan, and say on rank 0 which one and why; collective.
 
@@ -146,7 +151,10 @@ class JobTuning:
             self._settings.tuning,
             self._group,
             # Seconds of a step under another plan say nothing about this one.
-            DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
+            # Neither do steps that end in the next forward pass.
+            None
+            if self._settings.overlap
+            else DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
         )
         return engine
 

@@ -61,7 +61,7 @@ class LiveTuner:
         use: lets the engine of one of the plans synchronize the following passes.
         settings: settings of the tuning.
         group: the ranks; None is the default group.
-        drift: watches whether links change after tuning.
+        drift: watches whether links change after tuning; None does not.
 
     Attributes:
         passes: number of synchronized passes so far.
@@ -78,7 +78,7 @@ class LiveTuner:
         use: Callable[[int, Engine], None],
         settings: TuningSettings,
         group: dist.ProcessGroup | None,
-        drift: DriftWatch,
+        drift: DriftWatch | None,
     ) -> None:
         self._alternatives = alternatives
         self._engines = {0: engine}

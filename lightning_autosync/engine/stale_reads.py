@@ -1,0 +1,54 @@
+"""`StaleReads`: finds who reads the memory of a parameter whose step is due, past the parameter's own class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_autosync.engine.due_parameter import due_of
+from lightning_autosync.errors import ExchangeError
+
+
+class StaleReads(TorchDispatchMode):
+    """A mode in which every operator checks whether the memory that it reads or writes has a step due; slow.
+
+    Args:
+        module: the module; its parameters do not move in memory.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._parameters = list(module.named_parameters())
+        self._places: list[tuple[int, int]] = [_place(parameter) for _, parameter in self._parameters]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self._check(tensor, func)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, tensor: Tensor, func: Any) -> None:
+        start, stop = _place(tensor)
+        for (name, parameter), (first, last) in zip(self._parameters, self._places, strict=True):
+            due = due_of(parameter)
+            if due is not None and due.step is not None and start < last and first < stop:
+                raise ExchangeError(
+                    f"{func} uses the memory of parameter '{name}' before the step that is due for it; use the "
+                    "parameter itself, or call strategy.settle() first"
+                )
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """First address of the elements of a tensor, and the end of the last one."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

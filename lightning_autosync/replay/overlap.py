@@ -1,0 +1,48 @@
+"""The time of a step whose sums travel beside the next forward pass (``overlap="step"``)."""
+
+from __future__ import annotations
+
+from lightning_autosync.plan.schedule import Schedule
+from lightning_autosync.replay.compute import ready_times
+from lightning_autosync.replay.prediction import Prediction
+from lightning_autosync.workload import Workload
+
+
+def overlapped_step(schedule: Schedule, workload: Workload, prediction: Prediction) -> float:
+    """Seconds of a step, in the long run, if each layer waits for its own parameters only.
+
+    In the forward pass, layers run in the reverse order of the backward pass, with times in the same proportions. A
+    layer begins when the one before it has ended and the messages of its parameters have come. Messages end as long
+    after the backward pass as in ``prediction``; those of one step do not delay those of the next, except that no link
+    and no host can be busy for longer than the step.
+
+    Args:
+        schedule: the messages, with their priorities; see `first_parameters_first`.
+        workload: the workload.
+        prediction: the prediction of the schedule without overlap.
+    """
+    steps = [float(prediction.demand.sum(axis=0).max(initial=0.0))]
+    arrivals = {
+        name: span.end
+        for message, span in zip(schedule.messages, prediction.timeline.messages, strict=True)
+        for name in message.variables
+    }
+    for forward, backward, *optimizer in prediction.timeline.compute:
+        ended = 0.0
+        for names, share in _layers(workload):
+            ended = max(ended, *(arrivals[name] - backward.end for name in names)) + share * forward.seconds
+        steps.append(ended + backward.seconds + sum(span.seconds for span in optimizer))
+    return max(steps)
+
+
+def _layers(workload: Workload) -> list[tuple[list[str], float]]:
+    """Variables whose gradients are ready together, in the order of the forward pass, and shares of the pass."""
+    by_time: dict[float, list[str]] = {}
+    for name, seconds in ready_times(workload).items():
+        by_time.setdefault(seconds, []).append(name)
+    times = sorted(by_time, reverse=True)
+    whole = times[0] or 1.0
+    return [
+        (by_time[time], (time - before) / whole if times[0] else 1.0)
+        for time, before in zip(times, [*times[1:], 0.0], strict=True)
+    ]

@@ -1,0 +1,55 @@
+"""``overlap="step"``: what may overlap in a module and its optimizers, and the lines that say what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_autosync.engine import StepOverlap, defer_steps
+from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.workload.description import COMPILED
+
+_WAIT = "steps wait for gradients at the end of the backward pass"
+
+
+def make_overlap(module: nn.Module, settings: StrategySettings) -> StepOverlap | None:
+    """What lets the steps of a module's parameters overlap; None if the settings or the module do not allow it.
+
+    Rank 0 says why, if it is the module.
+    """
+    if settings.overlap is None:
+        return None
+    if reason := _why_not(module):
+        rank_zero_info(f"AutoSync: overlap: {_WAIT}, because {reason}")
+        return None
+    return StepOverlap(module, settings.overlap_debug, _tell_reader)
+
+
+def defer_steps_of(optimizers: Iterable[Optimizer]) -> None:
+    """Let the steps of optimizers overlap. Rank 0 says why an optimizer's cannot; these wait for all gradients."""
+    for optimizer in optimizers:
+        if reason := defer_steps(optimizer):
+            rank_zero_info(f"AutoSync: overlap: {_WAIT}, because {reason}")
+
+
+def _tell_reader(reader: str) -> None:
+    rank_zero_info(f"AutoSync: overlap: {_WAIT} where {reader} reads them before the optimizer's step")
+
+
+def _why_not(module: nn.Module) -> str:
+    for name, part in module.named_modules():
+        called = f"'{name}'" if name else "the model"
+        if isinstance(part, torch.jit.ScriptModule):
+            return f"{called} is a TorchScript module"
+        # Lightning keeps the compiler of a compiled LightningModule in `_compiler_ctx`.
+        marks = (vars(part).get(each) for each in ("_compiled_call_impl", "_compiler_ctx"))
+        if COMPILED in part._modules or any(mark is not None for mark in marks):
+            return f"{called} is compiled"
+        for parameter_name, parameter in part.named_parameters(recurse=False):
+            if type(parameter) is not nn.Parameter:
+                return f"'{parameter_name}' of {called} is a {type(parameter).__name__}, a class of its own"
+    return ""

@@ -1,0 +1,358 @@
+"""What ranks do in tests of ``overlap="step"``: train with it and without, and compare bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jobs
+import models
+import torch
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import step_overlap
+from lightning_autosync.engine.due_parameter import due_of
+
+SMALL = {"bucket_cap_mb": 1e-4}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": partial(torch.optim.Adam, lr=0.05, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, lr=0.05),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "foreach": partial(torch.optim.AdamW, lr=0.05, foreach=True),
+    "fused": partial(torch.optim.Adam, lr=0.05, fused=True),
+    "learning rate as a tensor": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(0.05)),
+}
+
+
+class Chosen(models.Plain):
+    """Trains with one of the optimizers, in two groups, by a schedule of learning rates per step."""
+
+    optimizer = "SGD"
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(self.body.parameters()), "weight_decay": 0.1}, {"params": self.head.parameters()}]
+        optimizer = OPTIMIZERS[self.optimizer](groups)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@contextmanager
+def late_steps() -> Iterator[list[int]]:
+    """A list to which the number of parameters that are stepped late, and those whose gradient came late, is added."""
+    found = [0, 0]
+    real = step_overlap._apply
+
+    def count(due: Any) -> None:
+        found[0] += sum(what.step is not None for _, what in due)
+        found[1] += sum(what.step is None for _, what in due)
+        real(due)
+
+    with mock.patch.object(step_overlap, "_apply", count):
+        yield found
+
+
+def train(
+    module: LightningModule, strategy: dict[str, Any], half: bool = False, **arguments: Any
+) -> tuple[dict[str, Tensor], list[int], Any]:
+    """Train with ``strategy``; returns the weights, the counts of `late_steps`, and the Trainer."""
+    options = dict(strategy)
+    if "cluster" in options:
+        options["cluster"] = ClusterSpec.from_dict(options["cluster"])
+    plugins = jobs._scaler(half)
+    with late_steps() as late:
+        trainer = jobs.make_trainer(AutoSyncStrategy(**options), plugins, **arguments)
+        trainer.fit(module)
+    return {name: value.clone() for name, value in jobs.state(module).items()}, late, trainer
+
+
+def both(make: Callable[[], LightningModule], strategy: dict[str, Any] | None = None, **arguments: Any) -> list[Any]:
+    """What overlap changes (names of weights, ``seen``), whether weights moved, and the counts of `late_steps`."""
+    weights, late, seen = [], [], []
+    for options in ({}, {"overlap": "step", "overlap_debug": True}):
+        seed_everything(3)
+        module = make()
+        start = copy.deepcopy(jobs.state(module))
+        found, counted, _ = train(module, {**(strategy or {}), **options}, **copy.deepcopy(arguments))
+        weights.append(found)
+        late.append(counted)
+        seen.append(getattr(module, "seen", []))
+    assert late[0] == [0, 0]
+    different = [name for name, value in weights[0].items() if not torch.equal(value, weights[1][name])]
+    moved = any(not torch.equal(value, weights[0][name].to(value.dtype)) for name, value in start.items())
+    return [different if seen[0] == seen[1] else [*different, "seen"], moved, late[1]]
+
+
+def compare(model: str, strategy: dict[str, Any] | None = None, **arguments: Any) -> list[Any]:
+    return both(globals().get(model) or getattr(models, model), strategy, **arguments)
+
+
+def optimizers(**arguments: Any) -> dict[str, list[Any]]:
+    """The result of `both` for each of the optimizers, in 20 steps."""
+
+    def make(name: str) -> LightningModule:
+        module = Chosen()
+        module.optimizer = name
+        return module
+
+    arguments = {"max_epochs": 3, "max_steps": 20, **arguments}
+    return {name: both(partial(make, name), SMALL, **arguments) for name in OPTIMIZERS}
+
+
+class Sees(models.Plain):
+    """Notes what it reads in ``seen``, first of all its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.seen.append(float(loss.detach()))
+        return loss
+
+
+class Reversed(Sees):
+    """Its layers run in another order than they were registered in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = nn.Linear(8, models.CLASSES), nn.Linear(models.FEATURES, 8)
+
+
+class ReadOutside(Sees):
+    """A weight is read outside of its module, which is never called."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(torch.tanh(F.linear(inputs, self.body.weight) + self.body.bias))
+
+
+class WithReference(Sees):
+    """A second model runs before the first one. Notes how many parameters of the first one it has completed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reference = copy.deepcopy(self.body).requires_grad_(False)
+        self.due: list[int] = []
+        self.completed = 0
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.due.append(sum(due_of(each) is not None for each in self.parameters()))
+        self.seen.append(float(self.reference(batch[0]).detach().sum()))
+        self.completed += self.due[-1] - sum(due_of(each) is not None for each in self.parameters())
+        return super().training_step(batch, index)
+
+
+class Skips(Sees):
+    """A layer runs in every second step only, so that its gradient must not be left over from the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(8, models.CLASSES)
+        self.steps = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.steps += 1
+        hidden = torch.tanh(self.body(inputs))
+        return self.head(hidden) + (self.sometimes(hidden) if self.steps % 2 else 0)
+
+
+class Settles(Sees):
+    """Settles when nothing is due, when all is, and when a part is."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        hidden = torch.tanh(self.body(batch[0]))
+        if index % 3 == 0:
+            self.trainer.strategy.settle()
+            self.trainer.strategy.settle()
+        loss = F.cross_entropy(self.head(hidden), batch[1])
+        self.seen.append(float(loss.detach()))
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step % 4 == 0:
+            self.trainer.strategy.settle()
+
+
+class Functional(Sees):
+    """Calls a layer with other parameters, and differentiates by `torch.func` for each sample."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        gradients = torch.func.vmap(torch.func.grad(self._sample), in_dims=(None, 0))
+        found = gradients(dict(self.head.named_parameters()), torch.zeros(2, 8) + 0.5)
+        self.seen.append(float(found["weight"].detach().sum()))
+        changed = {name: each * 1.1 for name, each in self.body.named_parameters()}
+        return self.head(torch.tanh(torch.func.functional_call(self.body, changed, inputs)))
+
+    def _sample(self, parameters: dict[str, Tensor], hidden: Tensor) -> Tensor:
+        return torch.func.functional_call(self.head, parameters, hidden).square().sum()
+
+
+class ByHand(Sees):
+    """Manual optimization that reads gradients between the backward pass and the step in every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, index))
+        if index % 2:
+            self.seen.append(float(self.head.weight.grad.sum()))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=index % 3 == 0)
+
+
+class Validates(Sees):
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.seen.append(float(F.cross_entropy(self(batch[0]), batch[1])))
+
+    val_dataloader = models.Plain.train_dataloader
+
+
+class Peeks(Callback):
+    """Reads weights, and copies them to another module, after each batch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        teacher = copy.deepcopy(module.head)
+        module.seen.append(float(sum(each.detach().abs().sum() for each in module.body.parameters())))
+        module.seen.append(float(nn.utils.parameters_to_vector(teacher.parameters()).sum()))
+        module.seen.append(float(trainer.optimizers[0].state_dict()["state"][0]["momentum_buffer"].sum()))
+
+
+def events(folder: str) -> dict[str, list[Any]]:
+    """`both` with callbacks that read weights: averages, checkpoints and validation within an epoch."""
+    found = {
+        "peeks": both(Sees, SMALL, callbacks=[Peeks()]),
+        "averages": both(Sees, SMALL, callbacks=[WeightAveraging()]),
+        "validation": both(Validates, SMALL, val_check_interval=3, limit_val_batches=1),
+    }
+    checkpoints = []
+    for place, overlap in (("waits", None), ("overlaps", "step")):
+        saving = ModelCheckpoint(f"{folder}/{place}", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        options = {**SMALL, "overlap": overlap}
+        seed_everything(3)
+        _, late, _ = train(Sees(), options, callbacks=[saving], enable_checkpointing=True)
+        saved = sorted(Path(folder, place).iterdir())
+        checkpoints.append([torch.load(path, weights_only=False) for path in saved])
+    parts = [[_tensors(checkpoint) for checkpoint in each] for each in checkpoints]
+    different = [
+        name
+        for ours, theirs in zip(*parts, strict=True)
+        for name, value in theirs.items()
+        if not torch.equal(ours[name], value)
+    ]
+    found["checkpoints"] = [different, len(checkpoints[0]) > 3, late]
+    return found
+
+
+def _tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights of a checkpoint, and momenta of its optimizer."""
+    state = checkpoint["optimizer_states"][0]["state"]
+    momenta = {f"momentum {place}": each["momentum_buffer"] for place, each in state.items()}
+    return {**checkpoint["state_dict"], **momenta}
+
+
+def second_model() -> tuple[list[int], int]:
+    """How many parameters of a model are due at the beginning of each step, and how many another model completes."""
+    seed_everything(3)
+    module = WithReference()
+    train(module, {**SMALL, "overlap": "step"}, max_epochs=1)
+    return module.due, module.completed
+
+
+def compiled() -> bool:
+    """Whether a module that Fabric compiles trains alike with overlap and without, where some steps are late."""
+    found = []
+    for overlap in (None, "step"):
+        fabric = jobs.make_fabric(AutoSyncFabricStrategy(overlap=overlap, **SMALL))
+        torch.manual_seed(3)
+        module = torch.compile(models.Plain(), backend="aot_eager")
+        wrapped, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.05))
+        with late_steps() as late:
+            for inputs, labels in models.loader():
+                fabric.backward(F.cross_entropy(wrapped(inputs), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({name: value.clone() for name, value in jobs.state(module).items()})
+        fabric.strategy.teardown()
+    return late[0] > 0 and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def with_fabric(overlap: str | None, cleared: str) -> list[list[float]]:
+    """The weights of two modules that a loop of the user's own trains; it clears gradients where ``cleared`` says."""
+    fabric = jobs.make_fabric(AutoSyncFabricStrategy(overlap=overlap, **SMALL))
+    torch.manual_seed(3)
+    body = nn.Sequential(nn.Linear(models.FEATURES, 8), nn.BatchNorm1d(8))
+    head = nn.Linear(8, models.CLASSES)
+    wrapped_body, first = fabric.setup(body, torch.optim.Adam(body.parameters(), lr=0.05))
+    wrapped_head = fabric.setup(head)
+    second = fabric.setup_optimizers(torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9))
+    evaluated = []
+    for index, (inputs, labels) in enumerate(fabric.setup_dataloaders(models.loader())):
+        accumulating = index % 3 == 0
+        with fabric.no_backward_sync(wrapped_body, accumulating), fabric.no_backward_sync(wrapped_head, accumulating):
+            loss = F.cross_entropy(wrapped_head(torch.tanh(wrapped_body(inputs))), labels)
+            fabric.backward(loss) if index % 2 else loss.backward()
+        if accumulating:
+            continue
+        first.step()
+        second.step()
+        if cleared == "by optimizers":
+            first.zero_grad()
+            second.zero_grad(set_to_none=False)
+        elif cleared == "by modules":
+            wrapped_body.zero_grad()
+            wrapped_head.zero_grad()
+        else:
+            for parameter in (*body.parameters(), *head.parameters()):
+                parameter.grad = None
+        if index % 4 == 0:
+            with torch.inference_mode():
+                evaluated.append(float(wrapped_head(wrapped_body(inputs)).sum()))
+    found = [[float(value) for value in each.flatten()] for each in (*body.parameters(), *head.parameters())]
+    fabric.strategy.teardown()
+    return [evaluated, *found]
+
+
+def fabrics() -> dict[str, list[Any]]:
+    """Whether overlap changes what `with_fabric` finds, and how many parameters it steps late."""
+    found = {}
+    for cleared in ("by optimizers", "by modules", "by hand"):
+        waits = with_fabric(None, cleared)
+        with late_steps() as late:
+            overlaps = with_fabric("step", cleared)
+        found[cleared] = [waits == overlaps, late[0]]
+    return found
+
+
+def error_of_rank(victim: int) -> str:
+    """What ``fit`` raises on this rank when one rank's training step raises while steps are due."""
+
+    class Breaks(models.Plain):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            self.body(batch[0])
+            if index == 3 and self.global_rank == victim:
+                assert due_of(self.head.weight) is not None
+                raise ValueError("no such label")
+            return super().training_step(batch, index)
+
+    seed_everything(3)
+    strategy = AutoSyncStrategy(overlap="step", timeout=20.0, **SMALL)
+    try:
+        jobs.make_trainer(strategy, max_epochs=1).fit(Breaks())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"

@@ -1,0 +1,143 @@
+"""Steps that overlap with the next forward pass end, bit by bit, where steps that wait end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import overlap_jobs
+import pytest
+
+from lightning_autosync import AutoSyncStrategy
+
+PAIR = {"format": "autosync-cluster/1", "name": "pair", "uniform": {"nodes": 2, "bandwidth": "1 Gbit/s"}}
+TREES = {"plan": "packed_trees", "cluster": PAIR}
+SMALL = {"bucket_cap_mb": 1e-4}
+
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "trees": {"model": "Plain", "strategy": TREES},
+    "native": {"model": "Plain", "strategy": {"plan": "all_reduce", **SMALL}},
+    "parameter servers": {"model": "Unused", "strategy": {"plan": "ps_load_balancing"}},
+    "views": {"model": "Plain", "strategy": {**SMALL, "gradient_as_bucket_view": True}},
+    "accumulation of 2": {"model": "Plain", "accumulate_grad_batches": 2, "strategy": SMALL},
+    "accumulation of 4": {"model": "Plain", "accumulate_grad_batches": 4, "strategy": SMALL},
+    "clipping by value": {
+        "model": "Plain",
+        "strategy": SMALL,
+        "gradient_clip_val": 0.02,
+        "gradient_clip_algorithm": "value",
+    },
+    "bf16-mixed": {"model": "Plain", "precision": "bf16-mixed", "strategy": SMALL},
+    "bf16-true": {"model": "Plain", "precision": "bf16-true", "strategy": SMALL},
+    "unused": {"model": "Unused", "accumulate_grad_batches": 2, "strategy": SMALL},
+    "frozen": {"model": "Frozen"},
+    "tied": {"model": "Tied", "strategy": SMALL},
+    "buffers": {"model": "Normalized", "strategy": SMALL},
+    "activation checkpoints": {"model": "Checkpointed", "strategy": SMALL},
+    "reentrant activation checkpoints": {"model": "Reentrant", "strategy": SMALL},
+    "two optimizers": {"model": "Untoggled", "strategy": SMALL},
+    "direct backward": {"model": "Direct", "strategy": SMALL},
+    "sparse embedding": {"model": "SparseTable"},
+    "large embedding": {"model": "DenseTable"},
+    "thawing": {"model": "Thaws", "strategy": SMALL},
+    # The failures of Megatron-LM's --overlap-param-gather, in `events` and `second_model` too.
+    "losses": {"model": "Sees", "strategy": TREES},
+    "another order": {"model": "Reversed", "strategy": SMALL},
+    "weights read outside of their module": {"model": "ReadOutside", "strategy": SMALL},
+    "a layer that is skipped": {"model": "Skips", "strategy": {**SMALL, "gradient_as_bucket_view": True}},
+    "settled at odd times": {"model": "Settles", "strategy": SMALL},
+    "torch.func": {"model": "Functional", "strategy": SMALL},
+    "manual optimization": {"model": "ByHand", "strategy": SMALL},
+}
+WAITS: dict[str, dict[str, Any]] = {
+    "clipping by norm": {"model": "Plain", "gradient_clip_val": 0.05},
+    "gradient scaler": {"model": "Plain", "half": True, "gradient_clip_val": 0.1},
+    "gradients seen": {"model": "SeesGradients", "strategy": SMALL},
+    "two optimizers, toggled": {"model": "Adversarial", "strategy": SMALL},
+    "two optimizers, accumulation": {"model": "Accumulates", "strategy": SMALL},
+    "two optimizers, accumulation in place": {"model": "AccumulatesInPlace", "strategy": SMALL},
+    "freezing": {"model": "ThawsLate", "strategy": SMALL},
+    "compiled part": {"model": "Compiled"},
+    "scaler with overflows": {"model": "Mixture", "half": True, "max_epochs": 1},
+}
+SLOW = (
+    "parameter servers", "accumulation of 4", "bf16-true", "frozen", "buffers", "activation checkpoints", "unused",
+    "direct backward", "large embedding", "compiled part", "gradient scaler", "two optimizers, toggled",
+    "two optimizers, accumulation", "two optimizers, accumulation in place", "freezing", "manual optimization",
+    "sparse embedding",
+)  # fmt: skip
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
+
+
+@pytest.mark.parametrize("case", cases(OVERLAPS))
+def test_equals_waiting(duo, case: str) -> None:
+    for different, moved, late in duo.run(overlap_jobs.compare, **OVERLAPS[case]):
+        assert different == []
+        assert moved
+        assert late[0] > 0
+
+
+@pytest.mark.parametrize("case", cases(WAITS))
+def test_waits_where_gradients_are_read_or_parameters_change(duo, case: str) -> None:
+    for different, moved, late in duo.run(overlap_jobs.compare, **WAITS[case]):
+        assert different == []
+        assert moved
+        assert late[0] == 0
+
+
+def test_optimizers_step_parts_as_they_step_all(duo) -> None:
+    for found in duo.run(overlap_jobs.optimizers):
+        for name, (different, moved, late) in found.items():
+            assert different == [], name
+            assert moved, name
+            assert late[0] > 0, name
+
+
+def test_readers_outside_of_forward_passes_see_current_weights(duo, tmp_path) -> None:
+    for rank, found in enumerate(duo.run(overlap_jobs.events, folder=str(tmp_path))):
+        for name, (different, moved, late) in found.items():
+            assert different == [], (rank, name)
+            assert moved, (rank, name)
+            assert late[0] > 0, (rank, name)
+
+
+def test_a_second_model_leaves_the_first_one_alone(duo) -> None:
+    for due, completed in duo.run(overlap_jobs.second_model):
+        assert due == [0, *[4] * 7]
+        assert completed == 0
+
+
+@pytest.mark.slow
+def test_a_compiled_module_equals_waiting(duo) -> None:
+    assert all(duo.run(overlap_jobs.compiled))
+
+
+def test_fabric_equals_waiting(duo) -> None:
+    for found in duo.run(overlap_jobs.fabrics):
+        for cleared, (equal, late) in found.items():
+            assert equal, cleared
+            assert late > 0, cleared
+
+
+def test_errors_beside_steps_that_are_due_name_their_cause(duo) -> None:
+    other, own = duo.run(overlap_jobs.error_of_rank, victim=1)
+    assert own == "ValueError: no such label"
+    assert "rank 1" in other
+    assert "no such label" in other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"overlap": "pass"}, "overlap: 'pass' is not known; allowed: 'step' or None"),
+        ({"overlap_debug": True}, "overlap_debug: it has no effect without overlap='step'"),
+        ({"overlap": "step", "plan": "partial_reduce", "semantics": "relaxed"}, "overlap: it has no effect"),
+    ],
+)
+def test_wrong_settings_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        AutoSyncStrategy(**arguments)

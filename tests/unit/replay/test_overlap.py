@@ -1,0 +1,53 @@
+"""The predicted time of steps that overlap with the next forward pass, worked out by hand."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.replay import MessageSpan, Prediction, Replay, Span, Timeline, overlapped_step
+from lightning_autosync.workload import Variable, Workload
+
+CLUSTER = ClusterSpec.uniform(2, bandwidth=1e6)
+WORKLOAD = Workload(
+    name="two",
+    variables=(Variable(name="first", shape=(250_000,), ready=2.0), Variable(name="last", shape=(250_000,), ready=1.0)),
+    forward_time=1.0,
+    backward_time=2.0,
+    optimizer_time=0.25,
+)
+SCHEDULE = compile_plan(builders.build("all_reduce", WORKLOAD, CLUSTER, bucket_bytes=1), WORKLOAD, CLUSTER)
+
+
+def predicted(first: float, last: float, busy: float = 0.0) -> Prediction:
+    """Messages that end so many seconds after the backward pass, on links that are busy for so long."""
+    ends = {"first": 3.0 + first, "last": 3.0 + last}
+    spans = tuple(
+        MessageSpan(message.name, 1.5, ends[message.variables[0]], ready=1.5) for message in SCHEDULE.messages
+    )
+    compute = (Span("forward", 0.0, 1.0), Span("backward", 1.0, 3.0), Span("optimizer", 4.0, 4.25))
+    timeline = Timeline(4.25, spans, (compute, compute), {})
+    return Prediction(4.25, 1.0, timeline, (0.0, 0.0), None, (), numpy.full((2, 3), busy / 2))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "seconds"),
+    [
+        (predicted(-1.0, -1.5), 1.0 + 2.0 + 0.25),  # nothing is left to wait for
+        (predicted(0.2, 0.4), 0.2 + 1.0 + 2.0 + 0.25),  # the last layer's message comes while the first one runs
+        (predicted(0.2, 0.9), 0.9 + 0.5 + 2.0 + 0.25),
+        (predicted(0.2, 0.4, busy=5.0), 5.0),
+    ],
+)
+def test_layers_wait_for_their_own_messages(prediction: Prediction, seconds: float) -> None:
+    assert overlapped_step(SCHEDULE, WORKLOAD, prediction) == pytest.approx(seconds)
+
+
+def test_a_replayed_step_is_never_slower_with_overlap() -> None:
+    for builder in ("all_reduce", "packed_trees", "byteps"):
+        schedule = compile_plan(builders.build(builder, WORKLOAD, CLUSTER), WORKLOAD, CLUSTER)
+        prediction = Replay(WORKLOAD, CLUSTER).predict(schedule)
+        found = overlapped_step(schedule, WORKLOAD, prediction)
+        assert 3.25 <= found <= prediction.step_time + 1e-9
