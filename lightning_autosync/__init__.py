@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_autosync.strategy.fabric import AutoSyncFabricStrategy
     from lightning_autosync.strategy.lightning import AutoSyncStrategy
     from lightning_autosync.strategy.monitor.lightning import SyncMonitor
+    from lightning_autosync.strategy.shares.sampler import GlobalBatches
     from lightning_autosync.strategy.tuning.settings import TuningSettings
     from lightning_autosync.workload import Workload
 
@@ -30,6 +31,7 @@ _HOMES = {
     "AutoSyncFabricStrategy": "strategy.fabric",
     "AutoSyncStrategy": "strategy.lightning",
     "ClusterSpec": "cluster",
+    "GlobalBatches": "strategy.shares.sampler",
     "HybridPlan": "hybrid",
     "SyncMonitor": "strategy.monitor.lightning",
     "SyncPlan": "plan",
@@ -43,6 +45,7 @@ __all__ = [
     "AutoSyncFabricStrategy",
     "AutoSyncStrategy",
     "ClusterSpec",
+    "GlobalBatches",
     "HybridPlan",
     "SyncMonitor",
     "SyncPlan",

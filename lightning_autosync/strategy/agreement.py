@@ -147,6 +147,7 @@ def _rules(settings: StrategySettings) -> dict[str, str]:
         "initial buffers from rank 0 (broadcast_buffers or forward_sync_buffers)": str(settings.initial_buffers),
         "check_replicas": str(settings.check_replicas),
         "static_graph": str(settings.static_graph),
+        "batch_shares": "none" if settings.batch_shares is None else str(settings.batch_shares),
         "plan": "given" if settings.plan is not None else "none",
         "cluster": "none" if settings.cluster is None else settings.cluster.fingerprint,
         "tuning": "off" if settings.tuning is None else str(replace(settings.tuning, cache=None)),

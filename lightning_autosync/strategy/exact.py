@@ -14,6 +14,7 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
 from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
+from lightning_autosync.engine.gradient_scale import GradientScale
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.strategy.base import Replica
@@ -21,6 +22,7 @@ from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison
 from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
@@ -67,6 +69,7 @@ class ExactReplica(Replica):
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
         self._parameters = ParameterComparison(module, group)
         self._weights = WeightComparison(module, settings.check_replicas, group)
+        self._scale: GradientScale | None = None
         self._engine: Engine | None = None
         self._engine = self._start()
 
@@ -75,6 +78,11 @@ class ExactReplica(Replica):
         cls, module: nn.Module, settings: StrategySettings, nodes: int, devices: int, rank: int, job: RunningJob | None
     ) -> ExactReplica:
         return cls(module, settings, nodes, devices, watched=True)
+
+    def share(self, shares: BatchShares) -> None:
+        """Let gradients count in the mean over ranks by the weights of batches; call it before the first pass."""
+        self._scale = GradientScale(lambda: shares.weight)
+        self._scale.follow(self._planned.values())
 
     @property
     def module(self) -> nn.Module:
@@ -156,6 +164,8 @@ class ExactReplica(Replica):
         engine.changed = self._parameters.changed()
         if engine.changed and not self._covers():
             engine.renew_hooks(parameter for _, parameter in variable_names(self._module))
+            if self._scale is not None:
+                self._scale.follow(self._current().values())
 
     def end_training(self) -> None:
         """Check at the end of training that weights are equal on all ranks; collective.
@@ -221,6 +231,8 @@ class ExactReplica(Replica):
         self._memory = self._engine.state_dict()
         self._engine.close()
         self._engine = None
+        if self._scale is not None:
+            self._scale.close()
 
     def _end_pass(self) -> None:
         self._weights.count()
@@ -296,6 +308,8 @@ class ExactReplica(Replica):
         self._planned = self._current()
         self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         self._weights.choose(self._planned)
+        if self._scale is not None:
+            self._scale.follow(self._planned.values())
         return self._tuning.start(self._open, self._use)
 
     def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:

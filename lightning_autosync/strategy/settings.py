@@ -17,6 +17,7 @@ from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
 from lightning_autosync.relaxed.transport.heartbeat import STALL, HeartbeatSettings, read_heartbeat, read_seconds
+from lightning_autosync.strategy.shares.cuts import Shares, read_shares
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
 
 
@@ -94,6 +95,7 @@ class StrategySettings:
         heartbeat: settings for the loss of silent ranks, under a plan without a schedule.
         stall: seconds without progress after which the average of a group fails.
         tuning: how the job finds its links and its plan, where the user gives no plan; None: by the cluster alone.
+        batch_shares: the share of each rank in a global batch, or ``auto``; None: the loader's batches on each rank.
         error: fault of a file, raised when all ranks are there; None if there is none.
     """
 
@@ -112,6 +114,7 @@ class StrategySettings:
     heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
     stall: float = STALL
     tuning: TuningSettings | None = None
+    batch_shares: Shares | Literal["auto"] | None = None
     error: DocumentError | None = None
 
     @property
@@ -188,6 +191,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         heartbeat=read_heartbeat(arguments.get("heartbeat")),
         stall=STALL if stall is None else read_seconds("stall", stall),
         tuning=read_tuning(arguments.get("tuning", "off")),
+        batch_shares=read_shares(arguments.get("batch_shares")),
     )
     try:
         found, source = _read_plan(arguments["plan"])
@@ -204,6 +208,11 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         raise ValueError("tuning: it has no effect with a plan; remove one of the two arguments")
     size = _bucket_bytes(arguments["bucket_cap_mb"], found)
     settings = replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size)
+    if settings.batch_shares is not None and not settings.scheduled:
+        raise ValueError(
+            f"batch_shares: ranks do not make their steps together under {source}; allowed with synchronous plans "
+            "without `served`"
+        )
     needless = [name for name in _RELAXED_ONLY if arguments.get(name) is not None]
     if settings.scheduled and needless:
         raise ValueError(

@@ -1,0 +1,167 @@
+"""What ranks do in tests of batch shares: train with unequal parts of global batches, and compare with one process."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jobs import QUIET
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, WeightedRandomSampler
+
+from lightning_autosync import AutoSyncFabricStrategy, GlobalBatches
+from lightning_autosync.engine.collectives import gather_json
+
+FEATURES, CLASSES = 6, 3
+SHARES = (1, 1, 2, 4)
+SAMPLES = 82
+"""Of global batches of 16, the last one has 2 samples: ranks 0 and 1 get none of them."""
+BATCH = 4
+
+
+class Numbered(Dataset[Any]):
+    """Samples that know their numbers."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.inputs = torch.randn(samples, FEATURES, generator=generator)
+        self.labels = torch.randint(0, CLASSES, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, self.inputs[index], self.labels[index]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def make_module(framework: str = "lightning.pytorch", sampler: str = "shuffle", workers: int = 0) -> Any:
+    """A LightningModule of either framework that notes the samples that it counts."""
+    module_class: type = import_module(framework).LightningModule
+
+    class Noting(module_class):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+            self.seen: list[tuple[int, list[int], int]] = []
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            numbers, inputs, labels = batch
+            cut = self.trainer.strategy._shares.cut
+            self.seen.append((self.current_epoch, numbers[: cut.samples].tolist(), cut.total))
+            loss = F.cross_entropy(self.network(inputs), labels)
+            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+            self.log("own", numbers.float().mean())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            data, options = Numbered(), {"num_workers": workers, "persistent_workers": workers > 0}
+            if sampler == "weighted":
+                weights = torch.linspace(1.0, 2.0, len(data))
+                return DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, 40, replacement=False))
+            if sampler == "global":
+                batches = GlobalBatches(BatchSampler(SequentialSampler(data), 16, drop_last=False))
+                return DataLoader(data, batch_sampler=batches)
+            return DataLoader(data, BATCH, shuffle=True, drop_last=sampler == "drop_last", **options)
+
+    return Noting()
+
+
+def fit(module: Any, framework: str = "lightning.pytorch", strategy: Any = None, **arguments: Any) -> Any:
+    """The trainer after training with unequal shares."""
+    flavour = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch"}[framework]
+    if not hasattr(strategy, "setup"):
+        strategies = import_module(f"lightning_autosync.strategy.{flavour}")
+        strategy = strategies.AutoSyncStrategy(**{"batch_shares": SHARES, **(strategy or {})})
+    environments = "lightning.fabric" if flavour == "lightning" else "lightning_fabric"
+    environment = import_module(f"{environments}.plugins.environments").TorchElasticEnvironment()
+    options = {"devices": dist.get_world_size(), "plugins": [environment], **QUIET, **arguments}
+    trainer = import_module(framework).Trainer(accelerator="cpu", strategy=strategy, **options)
+    trainer.fit(module)
+    return trainer
+
+
+def one_process(epochs: int, accumulate: int, clip: float) -> nn.Module:
+    """The model of one process that computes global batches."""
+    data, model = Numbered(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(epochs):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
+        batches = order.split(16)
+        for index, batch in enumerate(batches):
+            loss = F.cross_entropy(model(data.inputs[batch]), data.labels[batch])
+            (loss / accumulate).backward()
+            if (index + 1) % accumulate == 0 or index + 1 == len(batches):
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    return model
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((mine.detach() - theirs.detach()).abs().max()) for mine, theirs in pairs)
+
+
+def trainer_against_one_process(framework: str) -> dict[str, float]:
+    module = make_module(framework)
+    fit(module, framework, max_epochs=17, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    reference = one_process(17, 2, 0.5)
+    return {"distance": distance(module.network, reference), "moved": distance(reference, network())}
+
+
+def fabric_against_one_process(plain_backward: bool) -> dict[str, float]:
+    strategy = AutoSyncFabricStrategy(batch_shares=SHARES)
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    model = network()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    loader = fabric.setup_dataloaders(DataLoader(Numbered(), BATCH, shuffle=True))
+    for _ in range(17):
+        for index, (_, inputs, labels) in enumerate(loader):
+            steps = (index + 1) % 2 == 0 or index + 1 == len(loader)
+            with fabric.no_backward_sync(wrapped, enabled=not steps):
+                loss = F.cross_entropy(wrapped(inputs), labels) / 2
+                loss.backward() if plain_backward else fabric.backward(loss)
+            if steps:
+                fabric.clip_gradients(wrapped, optimizer, max_norm=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    fabric.strategy.teardown()
+    reference = one_process(17, 2, 0.5)
+    return {"distance": distance(model, reference), "moved": distance(reference, network())}
+
+
+def samples_by_epoch(sampler: str = "shuffle", workers: int = 0, epochs: int = 2, **arguments: Any) -> list[list[int]]:
+    """The numbers of the samples that all ranks counted, by epoch, in ascending order."""
+    module = make_module(sampler=sampler, workers=workers)
+    torch.manual_seed(dist.get_rank())  # generators of ranks are in different states after unequal batches
+    fit(module, max_epochs=epochs, **arguments)
+    return gathered(module, epochs)
+
+
+def gathered(module: Any, epochs: int) -> list[list[int]]:
+    ranks = gather_json(module.seen)
+    return [
+        sorted(number for rank in ranks for epoch, numbers, _ in rank if epoch == this for number in numbers)
+        for this in range(epochs)
+    ]
+
+
+def logged() -> dict[str, Any]:
+    """Logged losses, and those of one process: of the last batch, and over the epoch."""
+    module = make_module()
+    trainer = fit(module, max_epochs=1, strategy={"check_replicas": 0}, log_every_n_steps=1)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}

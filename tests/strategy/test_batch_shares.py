@@ -1,0 +1,26 @@
+"""Batch shares: ranks compute unequal parts of global batches, with the result of one process."""
+
+from __future__ import annotations
+
+import pytest
+import share_jobs
+from share_jobs import SAMPLES
+
+
+@pytest.mark.parametrize("framework", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_trainer_equals_one_process(quartet, framework: str) -> None:
+    for found in quartet.run(share_jobs.trainer_against_one_process, framework=framework):
+        assert found["distance"] < 1e-6 < 0.1 < found["moved"]
+
+
+@pytest.mark.parametrize("plain_backward", [True, False], ids=["loss.backward", "fabric.backward"])
+def test_fabric_equals_one_process(quartet, plain_backward: bool) -> None:
+    for found in quartet.run(share_jobs.fabric_against_one_process, plain_backward=plain_backward):
+        assert found["distance"] < 1e-6 < 0.1 < found["moved"]
+
+
+@pytest.mark.parametrize("sampler", ["shuffle", "global"])
+def test_each_sample_counts_once_in_an_epoch(quartet, sampler: str) -> None:
+    arguments = {} if sampler == "shuffle" else {"use_distributed_sampler": False}
+    for found in quartet.run(share_jobs.samples_by_epoch, sampler=sampler, **arguments):
+        assert found == [list(range(SAMPLES))] * 2
