@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,8 @@ class GradientScale:
         for parameter in parameters:
             node = gradient_accumulator(parameter)
             self._nodes.append(node)
-            self._handles.append(node.register_prehook(self._hook(parameter)))
+            self._handles.append(node.register_prehook(self._scale))
+            self._handles.append(node.register_hook(partial(self._note, parameter)))
 
     def close(self) -> None:
         """Scale no gradients any more."""
@@ -45,20 +47,19 @@ class GradientScale:
         self._arrived.clear()
 
     def arrived(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient of the parameter has arrived since `begin`."""
+        """Whether a gradient of the parameter has been accumulated since `begin`."""
         return parameter in self._arrived
 
-    def _hook(self, parameter: nn.Parameter) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...] | None]:
-        def scale(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            weight = self._weight()
-            self._arrived.add(parameter)
-            if weight == 1.0 or gradients[0] is None:
-                return None
-            if weight == 0.0:  # of a gradient that may be infinite
-                return (torch.zeros_like(gradients[0]),)
-            return (gradients[0] * weight,)
+    def _scale(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        weight = self._weight()
+        if weight == 1.0 or gradients[0] is None:
+            return None
+        if weight == 0.0:  # of a gradient that may be infinite
+            return (torch.zeros_like(gradients[0]),)
+        return (gradients[0] * weight,)
 
-        return scale
+    def _note(self, parameter: nn.Parameter, *_: object) -> None:
+        self._arrived.add(parameter)
 
 
 def gradient_accumulator(parameter: nn.Parameter) -> Node:

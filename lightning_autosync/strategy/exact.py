@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -70,6 +70,7 @@ class ExactReplica(Replica):
         self._parameters = ParameterComparison(module, group)
         self._weights = WeightComparison(module, settings.check_replicas, group)
         self._scale: GradientScale | None = None
+        self._shares: BatchShares | None = None
         self._engine: Engine | None = None
         self._engine = self._start()
 
@@ -81,8 +82,12 @@ class ExactReplica(Replica):
 
     def share(self, shares: BatchShares) -> None:
         """Let gradients count in the mean over ranks by the weights of batches; call it before the first pass."""
-        self._scale = GradientScale(lambda: shares.weight)
+        self._shares, self._scale = shares, GradientScale(lambda: shares.weight)
         self._scale.follow(self._planned.values())
+
+    def has_arrived(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient has been accumulated in the present `backward`; only with shares."""
+        return self._scale is not None and self._scale.arrived(parameter)
 
     @property
     def module(self) -> nn.Module:
@@ -136,7 +141,8 @@ class ExactReplica(Replica):
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
         if self._buffers is not None and self._engine is not None:
-            self._buffers.before_forward(synchronizes)
+            with nullcontext() if self._shares is None else self._shares.waiting():
+                self._buffers.before_forward(synchronizes)
 
     def before_synchronization(self) -> None:
         """Check before each backward pass of training that all ranks still train the same parameters.
@@ -197,6 +203,8 @@ class ExactReplica(Replica):
         """
         self.before_synchronization()
         self.follow_scaler(scaler)
+        if self._scale is not None:
+            self._scale.begin()
         engine = self._engine
         if engine is None:
             yield
@@ -236,8 +244,14 @@ class ExactReplica(Replica):
 
     def _end_pass(self) -> None:
         self._weights.count()
+        if self._shares is not None:
+            self._shares.end_pass()
         if self._tuning.after_pass():
             self._plan_anew()
+
+    def _end_backward(self) -> None:
+        if self._shares is not None:
+            self._shares.end_backward()
 
     def _begin_pass(self) -> None:
         """Compare parameters at the first gradient of a pass, where no `backward` did so before the pass.
@@ -325,6 +339,7 @@ class ExactReplica(Replica):
             connect_timeout=connect_timeout,
         )
         engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._end_pass
+        engine.on_launch = self._end_backward
         return engine
 
     def _use(self, engine: Engine) -> None:

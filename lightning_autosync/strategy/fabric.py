@@ -32,7 +32,8 @@ from lightning_autosync.strategy.settings import (
     names_class,
     read_settings,
 )
-from lightning_autosync.strategy.shares.batch_shares import BatchShares, is_distributed, open_shares
+from lightning_autosync.strategy.shares.auto import open_shares
+from lightning_autosync.strategy.shares.batch_shares import BatchShares, is_distributed
 from lightning_autosync.strategy.shares.cuts import SharesArgument
 from lightning_autosync.strategy.shares.sampler import GlobalBatches, SharedBatchSampler
 from lightning_autosync.strategy.tuning.report import TuningReport
@@ -119,7 +120,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
             line = compare_ranks(self._settings)
-        self._shares = open_shares(self._settings.batch_shares, self.global_rank, self.world_size)
+        self._shares = open_shares(self._settings.batch_shares, self.global_rank, self.world_size, self.root_device)
         if line is not None:
             # Fabric has no hook for the end of a script.
             self._farewell = weakref.finalize(self, line.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,8 @@ from lightning_autosync.strategy.settings import (
     names_class,
     read_settings,
 )
-from lightning_autosync.strategy.shares.batch_shares import BatchShares, check_step, open_shares
+from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
+from lightning_autosync.strategy.shares.batch_shares import BatchShares, check_step
 from lightning_autosync.strategy.shares.cuts import SharesArgument
 from lightning_autosync.strategy.trainer import (
     EndOfTraining,
@@ -186,7 +188,7 @@ class AutoSyncMixin(_Base):
         with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
             self._failure_detector = compare_ranks(self._settings)
-        self._shares = open_shares(self._settings.batch_shares, self.global_rank, self.world_size)
+        self._shares = open_shares(self._settings.batch_shares, self.global_rank, self.world_size, self.root_device)
 
     def setup(self, trainer: Any) -> None:
         self.prepare_trainer(trainer)
@@ -234,6 +236,8 @@ class AutoSyncMixin(_Base):
         if self._shares is not None:
             check_one_loader(self._trainer)
             check_step(self._trainer.lightning_module)
+            if isinstance(self._shares, AutoShares) and self._trainer.lightning_module.automatic_optimization:
+                self._shares.allow_parts(self._trainer.lightning_module, self._replica)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -248,7 +252,19 @@ class AutoSyncMixin(_Base):
         assert self._replica is not None
         shared = nullcontext() if self._shares is None else self._shares.step(self._trainer.lightning_module)
         with self._replica.training_step(args), shared:
-            return super().training_step(*args, **kwargs)
+            return self._training_step(partial(super().training_step, *args, **kwargs), *args, **kwargs)
+
+    def _training_step(self, whole: Callable[[], Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The output of ``whole``, which may be computed in parts of ``batch``."""
+        shares, model, module = self._shares, self.model, self.lightning_module
+        if shares is None or shares.partial is None or shares.cut is None or not isinstance(model, SynchronizedModule):
+            return whole()
+
+        def compute(part: Any) -> Any:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(part, *args, **kwargs)
+
+        return shares.partial.forward(whole, compute, model._before_forward, batch, max(1, shares.cut.samples))
 
     def leave_meeting(self) -> None:
         """Begin an epoch of training on this rank."""
@@ -276,8 +292,16 @@ class AutoSyncMixin(_Base):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+
+        def run(loss: Tensor, **also: Any) -> None:
+            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs, **also)
+
         with self._replica.backward(self._scaler):
-            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+            if self._shares is None or self._shares.partial is None:
+                run(closure_loss)
+            else:
+                scale = self._scaler.get_scale() if self._scaler is not None and self._scaler.is_enabled() else 1.0
+                self._shares.partial.backward(run, closure_loss, scale / self._trainer.accumulate_grad_batches)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -314,6 +338,8 @@ class AutoSyncMixin(_Base):
 
     def _collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
         """The context of a collective call; see `Replica.collective`."""
+        if self._shares is not None:  # with exact replicas, which need no other context
+            return self._shares.waiting()
         return nullcontext() if self._replica is None else self._replica.collective(what, each_step)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

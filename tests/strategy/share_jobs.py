@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 from lightning_autosync import AutoSyncFabricStrategy, GlobalBatches
 from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.strategy.shares import auto
 
 FEATURES, CLASSES = 6, 3
 SHARES = (1, 1, 2, 4)
@@ -44,7 +46,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-def make_module(framework: str = "lightning.pytorch", sampler: str = "shuffle", workers: int = 0) -> Any:
+def make_module(
+    framework: str = "lightning.pytorch", sampler: str = "shuffle", workers: int = 0, samples: int = SAMPLES
+) -> Any:
     """A LightningModule of either framework that notes the samples that it counts."""
     module_class: type = import_module(framework).LightningModule
 
@@ -53,10 +57,13 @@ def make_module(framework: str = "lightning.pytorch", sampler: str = "shuffle", 
             super().__init__()
             self.network = network()
             self.seen: list[tuple[int, list[int], int]] = []
+            self.compute: Any = None
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             numbers, inputs, labels = batch
             cut = self.trainer.strategy._shares.cut
+            if self.compute is not None:
+                self.compute(len(self.seen), len(numbers))
             self.seen.append((self.current_epoch, numbers[: cut.samples].tolist(), cut.total))
             loss = F.cross_entropy(self.network(inputs), labels)
             self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
@@ -67,7 +74,7 @@ def make_module(framework: str = "lightning.pytorch", sampler: str = "shuffle", 
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
         def train_dataloader(self) -> DataLoader[Any]:
-            data, options = Numbered(), {"num_workers": workers, "persistent_workers": workers > 0}
+            data, options = Numbered(samples), {"num_workers": workers, "persistent_workers": workers > 0}
             if sampler == "weighted":
                 weights = torch.linspace(1.0, 2.0, len(data))
                 return DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, 40, replacement=False))
@@ -93,9 +100,9 @@ def fit(module: Any, framework: str = "lightning.pytorch", strategy: Any = None,
     return trainer
 
 
-def one_process(epochs: int, accumulate: int, clip: float) -> nn.Module:
+def one_process(epochs: int, accumulate: int, clip: float, samples: int = SAMPLES) -> nn.Module:
     """The model of one process that computes global batches."""
-    data, model = Numbered(), network()
+    data, model = Numbered(samples), network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(epochs):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
@@ -165,3 +172,93 @@ def logged() -> dict[str, Any]:
     module = make_module()
     trainer = fit(module, max_epochs=1, strategy={"check_replicas": 0}, log_every_n_steps=1)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Clock:
+    """A clock that computation moves, at a pace that tests set."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def slows_down(workers: int = 0, begin: int = 0, fabric: bool = False) -> dict[str, Any]:
+    """Samples of the last rank by batch, whose computation takes four times as long from batch ``begin`` on."""
+    clock, rank = Clock(), dist.get_rank()
+
+    def compute(batch: int, samples: int) -> None:
+        slow = rank == dist.get_world_size() - 1 and batch >= begin
+        clock.seconds += (0.1 + 0.05 * samples) * (4.0 if slow else 1.0)
+
+    with mock.patch.object(auto, "now", clock):
+        run = slows_down_in_fabric if fabric else slows_down_in_trainer
+        seen, lost = run(compute, workers)
+    return {"samples": seen, "lost": lost}
+
+
+def slows_down_in_trainer(compute: Any, workers: int) -> tuple[list[int], float]:
+    samples = 16 * 40 + 3
+    module = make_module(workers=workers, samples=samples)
+    module.compute = compute
+    fit(module, max_epochs=2, strategy={"batch_shares": "auto"})
+    made = [len(numbers) if total == 16 else -1 for _, numbers, total in module.seen]
+    return gather_json(made)[-1], float(gathered(module, 2) != [list(range(samples))] * 2)
+
+
+def slows_down_in_fabric(compute: Any, workers: int) -> tuple[list[int], float]:
+    strategy = AutoSyncFabricStrategy(batch_shares="auto")
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    model = network()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(DataLoader(Numbered(16 * 40), BATCH, shuffle=True, num_workers=workers))
+    made, numbers = [], []
+    for batch, inputs, labels in loader:
+        compute(len(made), len(batch))
+        made.append(len(batch))
+        numbers += batch.tolist()
+        F.cross_entropy(wrapped(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.strategy.teardown()
+    everyone = sorted(number for rank in gather_json(numbers) for number in rank)
+    return gather_json(made)[-1], float(everyone != list(range(16 * 40)))
+
+
+class Breaks(torch.autograd.Function):
+    """The identity, whose backward pass runs out of memory for more than two samples."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradients: Tensor) -> Tensor:
+        if len(gradients) > 2:
+            raise torch.OutOfMemoryError("no room for gradients")
+        return gradients
+
+
+def runs_out_of_memory(where: str) -> dict[str, Any]:
+    """Training with memory for two samples on the last rank."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    module = make_module(samples=16 * 12)
+
+    def compute(batch: int, samples: int) -> None:
+        clock.seconds += 0.1 * samples
+        if last and samples > 2 and where == "forward":
+            raise MemoryError("no room for activations")
+
+    clock = Clock()
+    module.compute = compute
+    if last and where == "backward":
+        module.network[0].register_forward_hook(lambda _, __, output: Breaks.apply(output))
+    with mock.patch.object(auto, "now", clock):
+        fit(module, max_epochs=1, strategy={"batch_shares": "auto"}, accumulate_grad_batches=2)
+    counted = [len(numbers) for _, numbers, _ in module.seen]
+    return {
+        "distance": distance(module.network, one_process(1, 2, 1e9, 16 * 12)),
+        "samples": gather_json(counted)[-1][-3:],
+        "loss": float(module.trainer.callback_metrics["loss_epoch"]),
+    }

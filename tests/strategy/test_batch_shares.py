@@ -24,3 +24,22 @@ def test_each_sample_counts_once_in_an_epoch(quartet, sampler: str) -> None:
     arguments = {} if sampler == "shuffle" else {"use_distributed_sampler": False}
     for found in quartet.run(share_jobs.samples_by_epoch, sampler=sampler, **arguments):
         assert found == [list(range(SAMPLES))] * 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"begin": 25}, {"begin": 30, "workers": 2}, {"begin": 9, "fabric": True}], ids=str
+)
+def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, arguments: dict[str, int]) -> None:
+    for found in quartet.run(share_jobs.slows_down, **arguments):
+        begin = arguments["begin"]
+        assert set(found["samples"][:begin]) == {4}
+        assert set(found["samples"][begin + 20 : -1]) <= {1, -1}
+        assert not found["lost"]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_without_memory_computes_in_parts_and_gets_a_smaller_share(quartet, where: str) -> None:
+    for found in quartet.run(share_jobs.runs_out_of_memory, where=where):
+        assert found["distance"] < 1e-6
+        assert found["samples"] == [2, 2, 2]
+        assert found["loss"] > 0

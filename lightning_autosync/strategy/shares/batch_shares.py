@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import PlanError
-from lightning_autosync.strategy.shares.cuts import Cut, Shares, check_length, divide, divide_batch
+from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT, Cut, Shares, divide, divide_batch
+from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import GlobalBatches, GlobalOrder, Position, SharedBatchSampler
-
-LOSS_WEIGHT = "loss_weight"
-"""Method of the user's module: ``loss_weight(batch)`` is the number of terms whose mean the loss of a batch is."""
 
 _CUTTABLE = (
     "allowed: a DataLoader of a map-style data set with batch_size, shuffle or a sampler, to which Lightning gives its "
@@ -39,6 +37,7 @@ class BatchShares:
         shares: the shares of the batches that are cut now.
         rank: this rank.
         cut: how the present batch was cut; None before the first.
+        partial: computes steps for which memory does not suffice; None if they end the job.
     """
 
     def __init__(self, shares: Shares, rank: int) -> None:
@@ -46,6 +45,7 @@ class BatchShares:
         self.rank = rank
         self._passes = 0
         self.cut: Cut | None = None
+        self.partial: PartialSteps | None = None
         self._sampler: SharedBatchSampler | None = None
         self._weight: float | None = None
         self._loss_sum: tuple[float, Tensor, dist.Work] | None = None
@@ -157,7 +157,8 @@ class BatchShares:
         if self._loss_sum is None:
             return self.cut.weight
         own, total, work = self._loss_sum
-        work.wait()
+        with self.waiting():
+            work.wait()
         return len(self.shares) * own / float(total) if float(total) else 0.0
 
     @contextmanager
@@ -182,18 +183,17 @@ class BatchShares:
             return value
         return value * self.weight if self.weight else torch.zeros_like(value)
 
+    # What `AutoShares` does beyond
 
-def open_shares(setting: Shares | Literal["auto"] | None, rank: int, ranks: int) -> BatchShares | None:
-    """The shares of a job; None if batches are not shared out.
+    def end_backward(self) -> None:
+        """Called at the end of a synchronized backward pass, before this rank waits for others."""
 
-    Raises:
-        PlanError: the number of shares is not ``ranks``.
-    """
-    if setting is None:
-        return None
-    shares = (1.0,) * ranks if setting == "auto" else setting
-    check_length(shares, ranks)
-    return BatchShares(shares, rank) if ranks > 1 else None
+    def end_pass(self) -> None:
+        """Called on all ranks after each synchronized pass; collective."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context in which this rank waits for others."""
+        return nullcontext()
 
 
 def is_distributed(loader: DataLoader[Any]) -> bool:

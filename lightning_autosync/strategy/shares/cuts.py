@@ -12,6 +12,8 @@ from lightning_autosync.errors import PlanError
 Shares = tuple[float, ...]
 SharesArgument = Sequence[float] | Literal["auto"] | None
 
+LOSS_WEIGHT = "loss_weight"
+"""Method of the user's module: ``loss_weight(batch)`` is the number of terms whose mean the loss of a batch is."""
 _ALLOWED = (
     "allowed: 'auto', or one number above 0 for each rank (whole numbers as proportions, or fractions that sum to 1)"
 )

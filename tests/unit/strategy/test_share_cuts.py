@@ -6,11 +6,13 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.errors import PlanError
-from lightning_autosync.strategy.shares.batch_shares import BatchShares, open_shares
+from lightning_autosync.strategy.shares.auto import open_shares
+from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.shares.cuts import divide, read_shares
 
 
@@ -73,9 +75,9 @@ def test_shares_need_steps_that_ranks_make_together() -> None:
 
 def test_there_is_one_share_for_each_rank() -> None:
     with pytest.raises(PlanError, match=r"^batch_shares: 2 numbers were given, but the job has 3 ranks"):
-        open_shares((1.0, 2.0), 0, 3)
-    assert open_shares((1.0,), 0, 1) is None
-    assert open_shares(None, 0, 3) is None
+        open_shares((1.0, 2.0), 0, 3, torch.device("cpu"))
+    assert open_shares((1.0,), 0, 1, torch.device("cpu")) is None
+    assert open_shares(None, 0, 3, torch.device("cpu")) is None
 
 
 class Stream(IterableDataset[int]):
