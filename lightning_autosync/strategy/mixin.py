@@ -257,14 +257,17 @@ class AutoSyncMixin(_Base):
     def _training_step(self, whole: Callable[[], Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The output of ``whole``, which may be computed in parts of ``batch``."""
         shares, model, module = self._shares, self.model, self.lightning_module
-        if shares is None or shares.partial is None or shares.cut is None or not isinstance(model, SynchronizedModule):
+        if shares is None or shares.cut is None or not isinstance(model, SynchronizedModule):
             return whole()
+        if shares.partial is None:
+            return shares.checked(whole(), module)
 
         def compute(part: Any) -> Any:
             with self.precision_plugin.train_step_context():
                 return module.training_step(part, *args, **kwargs)
 
-        return shares.partial.forward(whole, compute, model._before_forward, batch, max(1, shares.cut.samples))
+        samples = max(1, shares.cut.samples)
+        return shares.checked(shares.partial.forward(whole, compute, model._before_forward, batch, samples), module)
 
     def leave_meeting(self) -> None:
         """Begin an epoch of training on this rank."""

@@ -47,7 +47,12 @@ def network() -> nn.Module:
 
 
 def make_module(
-    framework: str = "lightning.pytorch", sampler: str = "shuffle", workers: int = 0, samples: int = SAMPLES
+    framework: str = "lightning.pytorch",
+    sampler: str = "shuffle",
+    workers: int = 0,
+    samples: int = SAMPLES,
+    rate: float = 0.1,
+    ignored: int = -100,
 ) -> Any:
     """A LightningModule of either framework that notes the samples that it counts."""
     module_class: type = import_module(framework).LightningModule
@@ -65,13 +70,13 @@ def make_module(
             if self.compute is not None:
                 self.compute(len(self.seen), len(numbers))
             self.seen.append((self.current_epoch, numbers[: cut.samples].tolist(), cut.total))
-            loss = F.cross_entropy(self.network(inputs), labels)
+            loss = F.cross_entropy(self.network(inputs), labels, ignore_index=ignored)
             self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
             self.log("own", numbers.float().mean())
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            return torch.optim.SGD(self.parameters(), lr=rate, momentum=0.9)
 
         def train_dataloader(self) -> DataLoader[Any]:
             data, options = Numbered(samples), {"num_workers": workers, "persistent_workers": workers > 0}
@@ -100,7 +105,7 @@ def fit(module: Any, framework: str = "lightning.pytorch", strategy: Any = None,
     return trainer
 
 
-def one_process(epochs: int, accumulate: int, clip: float, samples: int = SAMPLES) -> nn.Module:
+def one_process(epochs: int, accumulate: int, clip: float, samples: int = SAMPLES, ignored: int = -100) -> nn.Module:
     """The model of one process that computes global batches."""
     data, model = Numbered(samples), network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -108,7 +113,7 @@ def one_process(epochs: int, accumulate: int, clip: float, samples: int = SAMPLE
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
         batches = order.split(16)
         for index, batch in enumerate(batches):
-            loss = F.cross_entropy(model(data.inputs[batch]), data.labels[batch])
+            loss = F.cross_entropy(model(data.inputs[batch]), data.labels[batch], ignore_index=ignored)
             (loss / accumulate).backward()
             if (index + 1) % accumulate == 0 or index + 1 == len(batches):
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -167,11 +172,25 @@ def gathered(module: Any, epochs: int) -> list[list[int]]:
     ]
 
 
-def logged() -> dict[str, Any]:
-    """Logged losses, and those of one process: of the last batch, and over the epoch."""
-    module = make_module()
-    trainer = fit(module, max_epochs=1, strategy={"check_replicas": 0}, log_every_n_steps=1)
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+def logged() -> dict[str, list[float]]:
+    """Logged losses of a model that does not change, and those of one process: of the last batch, and of all."""
+    module = make_module(rate=0.0)
+    trainer = fit(module, max_epochs=1, log_every_n_steps=1)
+    data, order = Numbered(), torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
+    losses = F.cross_entropy(module.network(data.inputs), data.labels, reduction="none").detach()
+    found = trainer.callback_metrics
+    return {
+        "step": [float(found["loss_step"]), float(losses[order[-2:]].mean())],
+        "epoch": [float(found["loss_epoch"]), float(losses.mean())],
+    }
+
+
+def means_over_terms() -> float:
+    """The distance from one process of a model whose loss leaves out samples with label 0."""
+    module = make_module(ignored=0)
+    type(module).loss_weight = lambda _, batch: (batch[2] != 0).sum()
+    fit(module, max_epochs=3, accumulate_grad_batches=2)
+    return distance(module.network, one_process(3, 2, 1e9, ignored=0))
 
 
 class Clock:

@@ -26,6 +26,22 @@ def test_each_sample_counts_once_in_an_epoch(quartet, sampler: str) -> None:
         assert found == [list(range(SAMPLES))] * 2
 
 
+def test_a_sampler_with_random_numbers_draws_the_same_on_all_ranks(quartet) -> None:
+    for first, second in quartet.run(share_jobs.samples_by_epoch, sampler="weighted"):
+        assert len(first) == len(set(first)) == len(second) == len(set(second)) == 40
+        assert first != second
+
+
+def test_logged_means_count_samples(quartet) -> None:
+    for found in quartet.run(share_jobs.logged):
+        assert found["step"][0] == pytest.approx(found["step"][1])
+        assert found["epoch"][0] == pytest.approx(found["epoch"][1])
+
+
+def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet) -> None:
+    assert max(quartet.run(share_jobs.means_over_terms)) < 1e-6
+
+
 @pytest.mark.parametrize(
     "arguments", [{"begin": 25}, {"begin": 30, "workers": 2}, {"begin": 9, "fabric": True}], ids=str
 )

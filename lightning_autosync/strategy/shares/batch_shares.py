@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT, Cut, Shares, divide, divide_batch
+from lightning_autosync.strategy.shares.losses import check_loss
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import GlobalBatches, GlobalOrder, Position, SharedBatchSampler
 
@@ -50,7 +51,7 @@ class BatchShares:
         self._weight: float | None = None
         self._loss_sum: tuple[float, Tensor, dist.Work] | None = None
         self._batch: Any = None
-        self._in_step = False
+        self._in_step = self._checked = False
 
     # Data
 
@@ -174,14 +175,32 @@ class BatchShares:
     def weigh(self, value: Any, operation: Any) -> Any:
         """What this rank gives to a reduction, so that a mean over ranks within a step is the mean over samples.
 
+        Lightning divides the mean over ranks of weighted metrics by that of the number of samples, which it rounds
+        down: numbers are equal on all ranks otherwise. So whole numbers are given as fractions.
+
         Args:
             value: this rank's value.
             operation: the reduction, as for ``Strategy.reduce``.
         """
         mean = operation == dist.ReduceOp.AVG or (isinstance(operation, str) and operation.lower() in ("mean", "avg"))
-        if not (self._in_step and mean and isinstance(value, Tensor)) or self.weight == 1.0:
+        if not mean or not isinstance(value, Tensor):
+            return value
+        if not value.is_floating_point():
+            value = value.to(torch.get_default_dtype())
+        if not self._in_step or self.weight == 1.0:
             return value
         return value * self.weight if self.weight else torch.zeros_like(value)
+
+    def checked(self, output: Any, module: nn.Module) -> Any:
+        """The ``output`` of a training step, whose loss is checked in the first one.
+
+        Raises:
+            PlanError: see `check_loss`.
+        """
+        if not self._checked and not hasattr(module, LOSS_WEIGHT):
+            check_loss(output)
+        self._checked = True
+        return output
 
     # What `AutoShares` does beyond
 
