@@ -25,6 +25,8 @@ from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSamp
 
 EVERY = 4
 """Synchronized passes between two exchanges of times."""
+FIRST = 2
+"""Synchronized passes before the first exchange: the sooner shares change, the fewer steps wait for a slow rank."""
 
 now = time.perf_counter
 """The clock; tests replace it."""
@@ -75,12 +77,11 @@ class AutoShares(BatchShares):
     # Measurement
 
     def begin_batch(self, batch: Any, sampler: SharedBatchSampler | None = None) -> None:
-        self._end_batch()
         super().begin_batch(batch, sampler)
-        self._begun, self._busy = self._now(), 0.0
+        self._begun = self._now()
 
     def end_backward(self) -> None:
-        self._busy += self._now() - self._begun
+        self._busy = self._now() - self._begun
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -90,15 +91,15 @@ class AutoShares(BatchShares):
         finally:
             self._begun += now() - begun
 
-    def _end_batch(self) -> None:
-        """Keep the time of a batch, if it was as large as others and its gradients were synchronized."""
-        if self.cut is None or not self._busy:
+    def _keep(self) -> None:
+        """Keep the time of a pass whose batch was as large as others, but not of the first pass, which allocates."""
+        self._begun = now()
+        if self.cut is None or self._passes_done == 1:
             return
         self._total = self._total or self.cut.total
-        if self.cut.total != self._total:
-            return
-        samples, seconds = self._measured
-        self._measured = (self.cut.samples, [*(seconds if samples == self.cut.samples else []), self._busy])
+        if self.cut.total == self._total:
+            samples, seconds = self._measured
+            self._measured = (self.cut.samples, [*(seconds if samples == self.cut.samples else []), self._busy])
 
     def _now(self) -> float:
         if self._device.type != "cpu":
@@ -108,11 +109,11 @@ class AutoShares(BatchShares):
     # Agreement
 
     def end_pass(self) -> None:
-        self._begun = now()
         self._passes_done += 1
+        self._keep()
         if self._under_way is not None:
             self._decide()
-        elif self._passes_done % EVERY == 0:
+        elif self._passes_done % EVERY == 0 or self._passes_done == FIRST:
             self._exchange()
 
     def _exchange(self) -> None:
