@@ -245,21 +245,23 @@ class AutoSyncMixin(_Base):
         self._replica.begin_batch()
         if self._shares is not None:
             self._shares.begin_batch(batch)
-            if not self._shares.cut.samples:
+            if self._shares.cut is not None and not self._shares.cut.samples:
                 self._trainer._results.batch_size = 0  # weight in metrics over the epoch of a sample of another rank
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._replica is not None
-        shared = nullcontext() if self._shares is None else self._shares.step(self._trainer.lightning_module)
-        with self._replica.training_step(args), shared:
-            return self._training_step(partial(super().training_step, *args, **kwargs), *args, **kwargs)
+        with self._replica.training_step(args):
+            if self._shares is None:
+                return super().training_step(*args, **kwargs)
+            whole = partial(super().training_step, *args, **kwargs)
+            with self._shares.step(self._trainer.lightning_module):
+                return self._shared_step(self._shares, whole, *args, **kwargs)
 
-    def _training_step(self, whole: Callable[[], Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The output of ``whole``, which may be computed in parts of ``batch``."""
-        shares, model, module = self._shares, self.model, self.lightning_module
-        if shares is None or shares.cut is None or not isinstance(model, SynchronizedModule):
-            return whole()
-        if shares.partial is None:
+    def _shared_step(self, shares: BatchShares, whole: Callable[[], Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The output of ``whole``, a step on ``batch``, which may be computed in parts."""
+        model, module = self.model, self.lightning_module
+        assert module is not None
+        if shares.partial is None or shares.cut is None or not isinstance(model, SynchronizedModule):
             return shares.checked(whole(), module)
 
         def compute(part: Any) -> Any:
