@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lightning_autosync.strategy.fabric import AutoSyncFabricStrategy
     from lightning_autosync.strategy.lightning import AutoSyncStrategy
     from lightning_autosync.strategy.monitor.lightning import SyncMonitor
+    from lightning_autosync.strategy.shares.sampler import GlobalBatches
+    from lightning_autosync.strategy.shares.streams import GlobalStream
     from lightning_autosync.strategy.tuning.settings import TuningSettings
     from lightning_autosync.workload import Workload
 
@@ -30,6 +32,8 @@ _HOMES = {
     "AutoSyncFabricStrategy": "strategy.fabric",
     "AutoSyncStrategy": "strategy.lightning",
     "ClusterSpec": "cluster",
+    "GlobalBatches": "strategy.shares.sampler",
+    "GlobalStream": "strategy.shares.streams",
     "HybridPlan": "hybrid",
     "SyncMonitor": "strategy.monitor.lightning",
     "SyncPlan": "plan",
@@ -43,6 +47,8 @@ __all__ = [
     "AutoSyncFabricStrategy",
     "AutoSyncStrategy",
     "ClusterSpec",
+    "GlobalBatches",
+    "GlobalStream",
     "HybridPlan",
     "SyncMonitor",
     "SyncPlan",

@@ -117,6 +117,13 @@ def pool() -> Iterator[SharedPool]:
 
 
 @pytest.fixture(scope="session")
+def quartet() -> Iterator[SharedPool]:
+    """Four ranks in which Trainers and Fabrics are made."""
+    with SharedPool(4, [TESTS, TESTS / "strategy"], timeout=280.0) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="session")
 def diamond() -> ClusterSpec:
     """Two ways from the middle to the target: what is best depends on the sender's own link."""
     links = [

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
@@ -16,6 +15,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.compressor_state import ParameterStates, check_scale
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.end_of_backward import call_after_backward
+from lightning_autosync.engine.gradient_scale import gradient_accumulator
 from lightning_autosync.engine.gradients import MessageGradients
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.static_graph import StaticGraph
@@ -63,6 +63,7 @@ class Engine:
             ``changed``; errors that it raises end the backward pass.
         on_change: called on every rank, with the last sum of a pass in which some rank had ``changed`` set.
         on_pass: called on every rank, with the last sum of every other synchronized pass.
+        on_backward: called on this rank at the end of a synchronized backward pass, before it waits for other ranks.
         on_launch: called when a backward pass ends without waiting, with all its messages under way.
         before_pass: called before a backward pass adds to the gradients of messages under way; it finishes them.
 
@@ -97,7 +98,7 @@ class Engine:
         self.on_begin: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.on_pass: Callable[[], None] | None = None
-        self.on_launch: Callable[[], None] | None = None
+        self.on_backward: Callable[[], None] | None = None
         self.before_pass: Callable[[], None] | None = None
         self._unended = False
         self._change_seen = False
@@ -141,7 +142,7 @@ class Engine:
     def _follow(self, parameter: nn.Parameter, hook: Callable[..., None]) -> None:
         # Hooks on the accumulating node run after the user's hooks on the parameter, in whatever order they were
         # registered. The node lives only as long as somebody refers to it.
-        accumulator = _gradient_accumulator(parameter)
+        accumulator = gradient_accumulator(parameter)
         self._accumulators.append(accumulator)
         self._handles.append(accumulator.register_hook(hook))
         if self._overlaps:
@@ -205,6 +206,8 @@ class Engine:
             return
         self._armed = False
         self._finite = True
+        if self.on_backward is not None:
+            self.on_backward()
         if self._recorder is not None:
             self._recorder.end_backward()
         if self._graph is not None:
@@ -415,16 +418,3 @@ class Engine:
         if self._recorder is not None:
             self._recorder.start(gradients.message.index)
         gradients.start()
-
-
-def _gradient_accumulator(parameter: nn.Parameter) -> Node:
-    """The autograd node that accumulates the gradient of a parameter."""
-    trains = parameter.requires_grad
-    with torch.enable_grad():
-        # Only views of trainable parameters lead to the node. A frozen parameter has the same one when it trains again.
-        function = parameter.requires_grad_().view_as(parameter).grad_fn
-    parameter.requires_grad_(trains)
-    assert function is not None
-    accumulator = function.next_functions[0][0]
-    assert accumulator is not None
-    return accumulator

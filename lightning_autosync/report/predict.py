@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import ClassVar, Literal
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Result
-from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
 from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.replay import (
     Bound,
@@ -39,6 +40,8 @@ class PredictionResult(Result):
         synchronization_bound: least seconds of a synchronization.
         bounds_are: ``exact``, or ``cut bound``.
         bound_share: ``step_bound`` divided by the step time of an exact plan; None for other plans.
+        shared_step_time: seconds of the step if ranks computed parts of each global batch in proportion to their speeds
+            (``batch_shares``); None if all are equally fast.
         binding: share of each link's direction in the bound on the rate of synchronization, by "source > target".
     """
 
@@ -55,6 +58,7 @@ class PredictionResult(Result):
     bounds_are: Literal["exact", "cut bound"]
     bound_share: float | None
     binding: dict[str, float]
+    shared_step_time: float | None = None
 
 
 def predict(
@@ -79,14 +83,33 @@ def predict(
     prediction = replay.predict(schedule)
     ordered = first_parameters_first(schedule, [variable.name for variable in workload.variables])
     overlapped = overlapped_step(ordered, workload, replay.predict(ordered))
+    shared = _shared_step_time(schedule, workload, cluster, constants)
     bounds = _Bounds(
         least_step(workload, cluster, constants.framing, constants.burst),
         synchronization_bound(workload, cluster, constants.framing, constants.burst),
         plan.semantics,
     )
     if directory is not None:
-        _write(prediction, bounds, Path(directory))
-    return _text(prediction, bounds, overlapped)
+        _write(prediction, bounds, shared, Path(directory))
+    return _text(prediction, bounds, overlapped, shared)
+
+
+def _shared_step_time(
+    schedule: Schedule, workload: Workload, cluster: ClusterSpec, constants: Constants
+) -> float | None:
+    """Step time with batch shares in proportion to speeds; None if all ranks are equally fast.
+
+    All ranks then compute for the same time, as if each had the mean speed. The optimizer's step is not shared out.
+    """
+    speeds = [cluster.nodes[node].speed for node in cluster.rank_nodes]
+    mean = math.fsum(speeds) / len(speeds)
+    if min(speeds) == max(speeds):
+        return None
+    alike = cluster.model_copy(
+        update={"nodes": tuple(node.model_copy(update={"speed": mean}) for node in cluster.nodes)}
+    )
+    later = workload.model_copy(update={"optimizer_time": workload.optimizer_time * mean / min(speeds)})
+    return Replay(later, alike, constants).predict(schedule).step_time
 
 
 @dataclass(frozen=True)
@@ -102,7 +125,7 @@ class _Bounds:
         return self.step.seconds / step_time if self.semantics == "exact" else None
 
 
-def _write(prediction: Prediction, bounds: _Bounds, directory: Path) -> None:
+def _write(prediction: Prediction, bounds: _Bounds, shared: float | None, directory: Path) -> None:
     write_timelines({"predicted": prediction.timeline}, directory)
     PredictionResult(
         step_time=prediction.step_time,
@@ -115,11 +138,12 @@ def _write(prediction: Prediction, bounds: _Bounds, directory: Path) -> None:
         synchronization_bound=bounds.synchronization,
         bounds_are="exact" if bounds.step.exact else CUT_BOUND,
         bound_share=bounds.share(prediction.step_time),
+        shared_step_time=shared,
         binding=bounds.step.binding,
     ).write(directory)
 
 
-def _text(prediction: Prediction, bounds: _Bounds, overlapped: float) -> str:
+def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: float | None) -> str:
     step, least, share = prediction.step_time, bounds.step.seconds, bounds.share(prediction.step_time)
     reached = f"of exact plans; this one is {bounds.semantics}" if share is None else f"{share:.0%} reached"
     cut = "" if bounds.step.exact else f", {CUT_BOUND}"
@@ -130,6 +154,8 @@ def _text(prediction: Prediction, bounds: _Bounds, overlapped: float) -> str:
         f"synchronization      {prediction.synchronization_time * 1e3:10.1f} ms",
         f"synchronization bound{bounds.synchronization * 1e3:10.1f} ms{f' ({CUT_BOUND})' if cut else ''}",
     ]
+    if shared is not None:
+        lines.insert(1, f"step, batch shares   {shared * 1e3:10.1f} ms (each rank's part of a batch as its speed)")
     if bounds.step.binding:
         lines.append("links that set the synchronization bound")
     lines += [f"  {line}" for line in bounds.step.binding_lines(_BUSIEST)]

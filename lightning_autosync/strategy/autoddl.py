@@ -82,6 +82,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         check_replicas: number of synchronized backward passes between comparisons of all copies of a weight. Default:
             1000; 0 turns comparisons off.
         timeout: how long ranks wait for each other, in seconds or as a ``timedelta``. Default: 30 minutes.
+        batch_shares: refused, because ranks that split operators compute the same batch sizes. Default: None.
         accelerator: as in Lightning's strategies, like the arguments that are not listed here.
 
     Raises:
@@ -111,7 +112,13 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         precision_plugin: Any = None,
         process_group_backend: str | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
+        batch_shares: None = None,
     ) -> None:
+        if batch_shares is not None:
+            raise ValueError(
+                "batch_shares: AutoDDLStrategy splits operators over ranks, which compute batches of one size; allowed "
+                "with AutoSyncStrategy"
+            )
         self._given, self._source = _read_given(plan)
         arguments: dict[str, Any] = {
             "plan": self._given if isinstance(self._given, SyncPlan) else None,
@@ -142,6 +149,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self._replica = None
         self._failure_detector = None
         self._job = None
+        self._shares = None
         self._memory = None if memory is None else _read_memory(memory)
         self._resumed_from: Path | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_ten
 from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.engine import Waits
+from lightning_autosync.engine.gradient_scale import GradientScale
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.plan.schedule import first_parameters_first
@@ -25,6 +26,7 @@ from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.overlap import defer_steps_of, make_overlap
 from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison
 from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
@@ -43,6 +45,9 @@ class ExactReplica(Replica):
         group: process group of all ranks; None is the default group.
         watched: whether the strategy has a `FailureDetector` open.
         links: links of the job, if another replica has found them.
+
+    Attributes:
+        scale: the weights of gradients in the mean over ranks; None if all are alike.
 
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
@@ -72,6 +77,8 @@ class ExactReplica(Replica):
         self._parameters = ParameterComparison(module, group)
         self._weights = WeightComparison(module, settings.check_replicas, group)
         self._overlap = make_overlap(module, settings)
+        self.scale: GradientScale | None = None
+        self._shares: BatchShares | None = None
         self._engine: Engine | None = None
         self._follow(self._start())
 
@@ -80,6 +87,11 @@ class ExactReplica(Replica):
         cls, module: nn.Module, settings: StrategySettings, nodes: int, devices: int, rank: int, job: RunningJob | None
     ) -> ExactReplica:
         return cls(module, settings, nodes, devices, watched=True)
+
+    def share(self, shares: BatchShares) -> None:
+        """Let gradients count in the mean over ranks by the weights of batches; call it before the first pass."""
+        self._shares, self.scale = shares, GradientScale(lambda: shares.weight)
+        self.scale.follow(self._planned.values())
 
     @property
     def module(self) -> nn.Module:
@@ -141,7 +153,8 @@ class ExactReplica(Replica):
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
         if self._buffers is not None and self._engine is not None:
-            self._buffers.before_forward(synchronizes)
+            with nullcontext() if self._shares is None else self._shares.waiting():
+                self._buffers.before_forward(synchronizes)
 
     def before_synchronization(self) -> None:
         """Check before each backward pass of training that all ranks still train the same parameters.
@@ -169,6 +182,8 @@ class ExactReplica(Replica):
         engine.changed = self._parameters.changed()
         if engine.changed and not self._covers():
             engine.renew_hooks(parameter for _, parameter in variable_names(self._module))
+            if self.scale is not None:
+                self.scale.follow(self._current().values())
 
     def end_training(self) -> None:
         """Check at the end of training that weights are equal on all ranks; collective.
@@ -242,11 +257,19 @@ class ExactReplica(Replica):
         self._memory = self._engine.state_dict()
         self._engine.close()
         self._engine = None
+        if self.scale is not None:
+            self.scale.close()
 
     def _end_pass(self) -> None:
         self._weights.count()
+        if self._shares is not None:
+            self._shares.end_pass()
         if self._tuning.after_pass():
             self._plan_anew()
+
+    def _end_backward(self) -> None:
+        if self._shares is not None:
+            self._shares.end_backward()
 
     def _begin_pass(self) -> None:
         """Compare parameters at the first gradient of a pass, where no `backward` did so before the pass.
@@ -321,6 +344,8 @@ class ExactReplica(Replica):
         self._planned = self._current()
         self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         self._weights.choose(self._planned)
+        if self.scale is not None:
+            self.scale.follow(self._planned.values())
         return self._tuning.start(self._open, self._use)
 
     def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:
@@ -340,6 +365,7 @@ class ExactReplica(Replica):
             connect_timeout=connect_timeout,
         )
         engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._end_pass
+        engine.on_backward = self._end_backward
         return engine
 
     def _use(self, engine: Engine) -> None:

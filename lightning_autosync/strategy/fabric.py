@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -35,6 +35,9 @@ from lightning_autosync.strategy.settings import (
     names_class,
     read_settings,
 )
+from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
+from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, is_distributed, is_global
+from lightning_autosync.strategy.shares.cuts import SharesArgument
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
 
@@ -44,19 +47,24 @@ class FabricModule(SynchronizedModule):
 
     Attributes:
         scaler: Fabric's loss scaler; None if there is none.
+        shares: the shares of the job; None if batches are not shared out.
     """
 
     replica: ExactReplica
 
-    def __init__(self, module: nn.Module, replica: ExactReplica, scaler: GradScaler | None) -> None:
+    def __init__(
+        self, module: nn.Module, replica: ExactReplica, scaler: GradScaler | None, shares: BatchShares | None
+    ) -> None:
         super().__init__(module, replica)
-        self.scaler = scaler
+        self.scaler, self.shares = scaler, shares
 
     @torch.compiler.disable
     def _before_forward(self) -> None:
         self.replica.before_forward(self.replica.enabled and torch.is_grad_enabled())
         if torch.is_grad_enabled():  # a module trains in evaluation too, for instance with fixed statistics
             self.replica.note_changes()
+            if self.shares is not None:
+                self.shares.begin_forward(self.module)
         # The scale changes only between steps, so it can be read in the forward pass. A strategy with its own backward
         # method could read it later, but Fabric would then forbid a plain `loss.backward()`.
         self.replica.follow_scaler(self.scaler)
@@ -78,6 +86,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         scheduling: Scheduling = "batch",
         *,
         tuning: TuningArgument = "auto",
+        batch_shares: SharesArgument = None,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         forward_sync_buffers: bool | None = None,
@@ -106,6 +115,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         self._backward_sync_control = _AccumulationControl()  # type: ignore[assignment]  # of other modules than DDP's
         self._replicas: list[ExactReplica] = []
         self._farewell: Callable[[], Any] | None = None
+        self._shares: BatchShares | None = None
 
     def setup_environment(self) -> None:
         if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
@@ -114,19 +124,33 @@ class AutoSyncFabricStrategy(DDPStrategy):
         with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
             line = compare_ranks(self._settings)
+        self._shares = open_shares(self._settings.batch_shares, self.global_rank, self.world_size, self.root_device)
         if line is not None:
             # Fabric has no hook for the end of a script.
             self._farewell = weakref.finalize(self, line.close)
 
     def setup_module(self, module: nn.Module) -> FabricModule:  # type: ignore[override]  # in place of DDP's module
         self._forget(module)
+        if self._replicas and isinstance(self._shares, AutoShares):
+            raise PlanError(
+                "batch_shares='auto': a batch is timed for one module, but this is the second one; give a share for "
+                "each rank"
+            )
         # Each module has its own group, because ranks may complete messages of two modules in different orders.
         # A group takes the backend's own time-out unless it is told one.
         group = dist.new_group(timeout=timedelta(seconds=self._settings.timeout)) if self._replicas else None
         links = self._replicas[0].links if self._replicas else None
         replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, True, links)
         self._replicas.append(replica)
-        return FabricModule(module, replica, getattr(self.precision, "scaler", None))
+        if self._shares is not None:
+            replica.share(self._shares)
+        return FabricModule(module, replica, getattr(self.precision, "scaler", None), self._shares)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        # A loader without a distributed sampler is the user's own: one for validation on a single rank, for example.
+        if self._shares is None or not (is_global(dataloader) or is_distributed(dataloader)):
+            return dataloader
+        return SharedLoader(dataloader, self._shares.cut_loader(dataloader), self._shares)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         optimizer = super().setup_optimizer(optimizer)
@@ -181,6 +205,28 @@ class AutoSyncFabricStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Do nothing: importing `lightning_autosync` registers the names."""
+
+
+class SharedLoader:
+    """A data loader that tells the shares of the job when it returns a batch. Its attributes are the data loader's.
+
+    Args:
+        loader: a data loader whose batches are cut.
+        sampler: its sampler.
+        shares: the shares of the job.
+    """
+
+    def __init__(self, loader: Any, sampler: BatchCutter, shares: BatchShares) -> None:
+        self.__dict__.update(vars(loader))  # Fabric copies them to the loader that users see
+        self._own, self._own_sampler, self._own_shares = loader, sampler, shares
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._own:
+            self._own_shares.begin_batch(batch, self._own_sampler)
+            yield batch
 
 
 class _AccumulationControl:

@@ -72,7 +72,7 @@ class FirstBatch:
     def _loss(self, batch: Any) -> Any:
         given = (batch, 0)
         parameters = inspect.signature(self._module.training_step).parameters
-        with _silent(self._module):
+        with silent(self._module):
             output = self._module.training_step(*given[: max(1, min(2, len(parameters)))])
         return output["loss"] if isinstance(output, Mapping) else output
 
@@ -101,7 +101,7 @@ class FirstBatch:
 
 
 @contextmanager
-def _silent(module: nn.Module) -> Iterator[None]:
+def silent(module: nn.Module) -> Iterator[None]:
     """A context in which nothing is logged, because Lightning's loops, which collect logged values, do not run yet."""
     parts = [part for part in module.modules() if hasattr(part, "log_dict") and hasattr(part, "automatic_optimization")]
     for part in parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +37,13 @@ from lightning_autosync.strategy.settings import (
     names_class,
     read_settings,
 )
+from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
+from lightning_autosync.strategy.shares.batch_shares import BatchShares, check_step
+from lightning_autosync.strategy.shares.cuts import SharesArgument
 from lightning_autosync.strategy.trainer import (
     EndOfTraining,
     ErrorReport,
+    check_one_loader,
     handle_sigterm_locally,
     put_first,
     skip_signal_broadcast,
@@ -72,6 +77,9 @@ class AutoSyncMixin(_Base):
         tuning: how a job on several nodes that gives no plan finds one. ``auto`` (default): it measures links if no
             cluster is given, searches by simulation, and then tries plans on training steps. `TuningSettings` sets its
             limits. ``off``: the plan follows from the cluster alone.
+        batch_shares: how many samples of each global batch a rank computes: a number for each rank, such as
+            ``[1, 1, 2, 4]``, or ``auto``: as many as its measured speed allows. The result is DDP's with the same
+            global batch. None (default): each rank computes a batch of the loader.
         bucket_cap_mb: size of a fused message in MiB. None (default): the builder's own size.
         broadcast_buffers: whether all ranks get rank 0's buffers, at the start and before forward passes. None
             (default) means True.
@@ -110,6 +118,7 @@ class AutoSyncMixin(_Base):
         scheduling: Scheduling = "batch",
         *,
         tuning: TuningArgument = "auto",
+        batch_shares: SharesArgument = None,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         forward_sync_buffers: bool | None = None,
@@ -142,6 +151,7 @@ class AutoSyncMixin(_Base):
         self._failure_detector: FailureDetector | None = None
         self._job: RunningJob | None = None
         """The job to which this process returns; None if it does not."""
+        self._shares: BatchShares | None = None
 
     @property
     def plan(self) -> SyncPlan | None:
@@ -197,6 +207,7 @@ class AutoSyncMixin(_Base):
         with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
             self._failure_detector = compare_ranks(self._settings)
+        self._shares = open_shares(self._settings.batch_shares, self.global_rank, self.world_size, self.root_device)
 
     def setup(self, trainer: Any) -> None:
         self.prepare_trainer(trainer)
@@ -220,6 +231,8 @@ class AutoSyncMixin(_Base):
         place = self.num_nodes, self.num_processes, self.global_rank
         replica = self._replica_class.for_trainer(self.model, self._settings, *place, self._job)
         self._replica, self._job = replica, None
+        if self._shares is not None and isinstance(replica, ExactReplica):
+            replica.share(self._shares)
         replica.attach(self._trainer)
         if replica.detects_failures:
             self._close_failure_detector()
@@ -231,22 +244,51 @@ class AutoSyncMixin(_Base):
 
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
+        if self._shares is not None and self._trainer.training:
+            self._shares.cut_loader(dataloader)
         return dataloader if self._replica is None else self._replica.share_data(dataloader)
 
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self._replica is not None
         self._replica.start_training(self.optimizers, self._scaler)
+        if self._shares is not None:
+            check_one_loader(self._trainer)
+            check_step(self._trainer.lightning_module)
+            if isinstance(self._shares, AutoShares) and self._trainer.lightning_module.automatic_optimization:
+                self._shares.allow_parts(self._trainer.lightning_module, self._replica)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self._replica is not None
         self._replica.begin_batch()
+        if self._shares is not None:
+            self._shares.begin_batch(batch)
+            if self._shares.cut is not None and not self._shares.cut.samples:
+                self._trainer._results.batch_size = 0  # weight in metrics over the epoch of a sample of another rank
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._replica is not None
         with self._replica.training_step(args):
-            return super().training_step(*args, **kwargs)
+            if self._shares is None:
+                return super().training_step(*args, **kwargs)
+            whole = partial(super().training_step, *args, **kwargs)
+            with self._shares.step(self._trainer.lightning_module):
+                return self._shared_step(self._shares, whole, *args, **kwargs)
+
+    def _shared_step(self, shares: BatchShares, whole: Callable[[], Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The output of ``whole``, a step on ``batch``, which may be computed in parts."""
+        model, module = self.model, self.lightning_module
+        assert module is not None
+        if shares.partial is None or shares.cut is None or not isinstance(model, SynchronizedModule):
+            return shares.checked(whole(), module)
+
+        def compute(part: Any) -> Any:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(part, *args, **kwargs)
+
+        samples = max(1, shares.cut.samples)
+        return shares.checked(shares.partial.forward(whole, compute, model._before_forward, batch, samples), module)
 
     def leave_meeting(self) -> None:
         """Begin an epoch of training on this rank."""
@@ -275,8 +317,16 @@ class AutoSyncMixin(_Base):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+
+        def run(loss: Tensor, **also: Any) -> None:
+            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs, **also)
+
         with self._replica.backward(self._scaler):
-            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+            if self._shares is None or self._shares.partial is None:
+                run(closure_loss)
+            else:
+                scale = self._scaler.get_scale() if self._scaler is not None and self._scaler.is_enabled() else 1.0
+                self._shares.partial.backward(run, closure_loss, scale / self._trainer.accumulate_grad_batches)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -286,9 +336,11 @@ class AutoSyncMixin(_Base):
         with self._replica.stepping(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._shares is not None:
+            tensor = self._shares.weigh(tensor, reduce_op)
         with self._collective("sync_dist=True (a reduction over ranks)", each_step=True):
-            return super().reduce(*args, **kwargs)
+            return super().reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         # Not marked `each_step`: Lightning's checkpoints call this between steps only when one is due. The number of
@@ -311,6 +363,8 @@ class AutoSyncMixin(_Base):
 
     def _collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
         """The context of a collective call; see `Replica.collective`."""
+        if self._shares is not None:  # with exact replicas, which need no other context
+            return self._shares.waiting()
         return nullcontext() if self._replica is None else self._replica.collective(what, each_step)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

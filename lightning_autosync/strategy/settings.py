@@ -17,6 +17,7 @@ from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
 from lightning_autosync.relaxed.transport.heartbeat import STALL, HeartbeatSettings, read_heartbeat, read_seconds
+from lightning_autosync.strategy.shares.cuts import Shares, read_shares
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
 
 
@@ -98,6 +99,7 @@ class StrategySettings:
         overlap: ``step`` lets sums of a pass travel beside the next forward pass.
         overlap_debug: whether readers of memory whose step is due are found; see `StaleReads`.
         tuning: how the job finds its links and its plan, where the user gives no plan; None: by the cluster alone.
+        batch_shares: the share of each rank in a global batch, or ``auto``; None: the loader's batches on each rank.
         error: fault of a file, raised when all ranks are there; None if there is none.
     """
 
@@ -119,6 +121,7 @@ class StrategySettings:
     overlap: Overlap = None
     overlap_debug: bool = False
     tuning: TuningSettings | None = None
+    batch_shares: Shares | Literal["auto"] | None = None
     error: DocumentError | None = None
 
     @property
@@ -202,6 +205,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         overlap=overlap,
         overlap_debug=bool(arguments.get("overlap_debug")),
         tuning=read_tuning(arguments.get("tuning", "off")),
+        batch_shares=read_shares(arguments.get("batch_shares")),
     )
     try:
         found, source = _read_plan(arguments["plan"])
@@ -220,10 +224,20 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     given = arguments["cluster"]
     file = os.fspath(given) if isinstance(given, str | os.PathLike) and is_path(given) else "cluster"
     settings = replace(settings, plan=found, source=source, cluster=where, cluster_source=file, bucket_bytes=size)
+    if settings.batch_shares is not None and not settings.scheduled:
+        raise ValueError(
+            f"batch_shares: ranks do not make their steps together under {source}; allowed with synchronous plans "
+            "without `served`"
+        )
     if overlap is not None and not settings.scheduled:
         raise ValueError(
             "overlap: it has no effect, because ranks or servers make the steps of this plan; allowed with plans whose "
             "gradients are synchronized in every step"
+        )
+    if overlap is not None and settings.batch_shares == "auto":
+        raise ValueError(
+            "overlap: batch_shares='auto' measures ranks while they wait for gradients at the end of backward; give "
+            "one number for each rank, or leave out one of the two"
         )
     needless = [name for name in _RELAXED_ONLY if arguments.get(name) is not None]
     if settings.scheduled and needless:

@@ -15,9 +15,3 @@ TESTS = Path(__file__).parent.parent
 def pair() -> Iterator[SharedPool]:
     with SharedPool(2, [TESTS], timeout=150.0) as shared:
         yield shared
-
-
-@pytest.fixture(scope="session")
-def quartet() -> Iterator[SharedPool]:
-    with SharedPool(4, [TESTS], timeout=280.0) as shared:
-        yield shared

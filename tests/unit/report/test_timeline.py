@@ -72,6 +72,20 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     assert result["critical_path"][0]["name"] == "backward"
 
 
+def test_predict_tells_what_batch_shares_would_give(tmp_path: Path) -> None:
+    cluster = ClusterSpec.uniform(nodes=4, bandwidth=1e9)
+    slow = cluster.nodes[3].model_copy(update={"speed": 0.25})
+    unequal = cluster.model_copy(update={"nodes": (*cluster.nodes[:3], slow)})
+    workload = Workload(name="one", variables=(Variable(name="fc", shape=(25,)),), forward_time=1.0, backward_time=2.0)
+    plan = builders.all_reduce(workload, cluster)
+    assert "batch shares" not in predict(plan, workload, cluster)
+    text = predict(plan, workload, unequal, tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["step_time"] == pytest.approx(12.0, rel=0.01)
+    assert result["shared_step_time"] == pytest.approx(3.0 * 4 / 3.25, rel=0.01)
+    assert f"step, batch shares   {result['shared_step_time'] * 1e3:10.1f} ms" in text
+
+
 ALIKE = ClusterSpec.racks(racks=2, nodes_per_rack=40, bandwidth=1e6, uplink=1e6)
 # No two links are equal, so that the ranks do not fall into classes.
 LINKS = tuple(link.model_copy(update={"bandwidth": 1e6 + n}) for n, link in enumerate(ALIKE.links))

@@ -1,0 +1,189 @@
+"""`AutoShares`: shares that follow the measured speeds of ranks while a job trains."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_autosync.engine.collectives import group_device
+from lightning_autosync.errors import ExchangeError, PlanError
+from lightning_autosync.strategy.base import accumulation
+from lightning_autosync.strategy.shares.balance import Balancer, Window
+from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares
+from lightning_autosync.strategy.shares.cuts import Shares, check_length, divide
+from lightning_autosync.strategy.shares.memory import PartialSteps
+from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
+from lightning_autosync.strategy.shares.streams import StreamBatches
+
+EVERY = 3
+"""Synchronized passes between two exchanges of times."""
+FIRST = 2
+"""Synchronized passes before the first exchange: the sooner shares change, the fewer steps wait for a slow rank."""
+
+now = time.perf_counter
+"""The clock; tests replace it."""
+
+
+class AutoShares(BatchShares):
+    """Begins with equal shares, and changes them so that all ranks need the same time for their parts of a batch.
+
+    Each rank measures its own time from the beginning of a batch to the end of the backward pass, without waiting for
+    other ranks. Every few passes, ranks exchange these times while the next pass runs, and all come to the same
+    decision. Shares then change at the first global batch that no rank has drawn yet.
+
+    Args:
+        rank: this rank.
+        ranks: number of ranks.
+        device: the device of this rank.
+
+    Attributes:
+        changes: shares that were taken, and the global batch from which they hold.
+    """
+
+    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
+        super().__init__((1.0,) * ranks, rank)
+        self.changes: list[tuple[Position, tuple[int, ...]]] = []
+        self._device = device
+        self._balancer = Balancer()
+        self._passes_done = 0
+        self._total: int | None = None
+        self._begun = self._busy = 0.0
+        self._measured: tuple[int, list[float]] = (0, [])
+        self._under_way: tuple[Tensor, Any] | None = None
+
+    def counts(self, position: Position, total: int) -> Sequence[int]:
+        for begin, counts in reversed(self.changes):
+            if begin <= position:
+                return counts if sum(counts) == total else divide(total, counts)
+        return divide(total, (1.0,) * len(self.shares))
+
+    def allow_parts(self, module: nn.Module, replica: Any) -> None:
+        """Let steps for which memory does not suffice be computed in parts.
+
+        Args:
+            module: the user's module, with automatic optimization.
+            replica: its `ExactReplica`.
+        """
+        self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
+
+    def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
+        raise PlanError(
+            "batch_shares='auto': the shares of a GlobalStream cannot change, because workers of the data loader cut "
+            "it; give a share for each rank"
+        )
+
+    # Measurement
+
+    def begin_batch(self, batch: Any, sampler: BatchCutter | None = None) -> None:
+        super().begin_batch(batch, sampler)
+        self._begun = self._now()
+
+    def end_backward(self) -> None:
+        self._busy = self._now() - self._begun
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begun = now()
+        try:
+            yield
+        finally:
+            self._begun += now() - begun
+
+    def _keep(self) -> None:
+        """Keep the time of a pass whose batch was as large as others, but not of the first pass, which allocates."""
+        self._begun = now()
+        if self.cut is None or self._passes_done == 1:
+            return
+        self._total = self._total or self.cut.total
+        if self.cut.total == self._total:
+            samples, seconds = self._measured
+            self._measured = (self.cut.samples, [*(seconds if samples == self.cut.samples else []), self._busy])
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.current_stream(self._device).synchronize()
+        return now()
+
+    # Agreement
+
+    def end_pass(self) -> None:
+        self._passes_done += 1
+        self._keep()
+        if self._under_way is not None:
+            self._decide()
+        elif self._passes_done % EVERY == 0 or self._passes_done == FIRST:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Start to tell other ranks the times of this one."""
+        samples, seconds = self._measured
+        self._measured = (samples, [])
+        least, usual = (min(seconds), statistics.median(seconds)) if seconds else (math.nan, math.nan)
+        bound = math.inf if self.partial is None else self.partial.limit
+        own = torch.tensor([[samples, least, usual, bound]], dtype=torch.float64, device=group_device(None))
+        table = own.new_zeros(len(self.shares), own.shape[1])
+        self._under_way = (table, dist.all_gather_into_tensor(table, own, async_op=True))
+
+    def _decide(self) -> None:
+        assert self._under_way is not None
+        table, work = self._under_way
+        self._under_way = None
+        work.wait()
+        samples, least, usual, bounds = zip(*table.tolist(), strict=True)
+        counts = [int(count) for count in samples]
+        # Batches that were drawn before the last change tell nothing new, and ranks may have measured different ones.
+        expected = self.changes[-1][1] if self.changes else tuple(counts)
+        if tuple(counts) != expected or sum(counts) != self._total or not all(map(math.isfinite, least)):
+            return
+        best = self._balancer.record(counts, Window(least, usual), bounds)
+        if best is not None:
+            self._change(tuple(best))
+
+    def _change(self, counts: tuple[int, ...]) -> None:
+        """Take other shares from the first batch that no rank has drawn."""
+        assert isinstance(self._sampler, SharedBatchSampler)
+        number, batch = self._sampler.position
+        # The largest of negated numbers is the negated least, so one all-reduce does for both.
+        places = torch.tensor([number, -number, batch], dtype=torch.int64, device=group_device(None))
+        dist.all_reduce(places, dist.ReduceOp.MAX)
+        most, least, batch = places.tolist()
+        if most != -least:
+            raise ExchangeError(
+                "batch_shares='auto': ranks make different passes over their data loaders; use the same loaders with "
+                "the same num_workers on all ranks"
+            )
+        self.changes.append(((number, batch), counts))
+        self.shares = tuple(map(float, counts))
+        slowest = max(line.each for line in self._balancer.lines)
+        speeds = ", ".join(f"{slowest / line.each:.2g}" for line in self._balancer.lines)
+        rank_zero_info(
+            f"AutoSync: from batch {batch} of this epoch on, ranks compute {', '.join(map(str, counts))} of "
+            f"{sum(counts)} samples (speeds relative to the slowest: {speeds})"
+        )
+
+
+def open_shares(
+    setting: Shares | Literal["auto"] | None, rank: int, ranks: int, device: torch.device
+) -> BatchShares | None:
+    """The shares of a job; None if batches are not shared out.
+
+    Raises:
+        PlanError: the number of shares is not ``ranks``.
+    """
+    if setting is None:
+        return None
+    if setting != "auto":
+        check_length(setting, ranks)
+    if ranks == 1:
+        return None
+    return AutoShares(rank, ranks, device) if setting == "auto" else BatchShares(setting, rank)

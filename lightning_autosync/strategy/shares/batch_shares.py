@@ -1,0 +1,257 @@
+"""`BatchShares`: the shares of one job, and the weight of the batch that this rank computes."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from lightning_autosync.engine.collectives import group_device
+from lightning_autosync.errors import PlanError
+from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT, Cut, Shares, divide, divide_batch
+from lightning_autosync.strategy.shares.losses import check_loss, loss_weight_of
+from lightning_autosync.strategy.shares.memory import PartialSteps
+from lightning_autosync.strategy.shares.sampler import GlobalBatches, GlobalOrder, Position, SharedBatchSampler
+from lightning_autosync.strategy.shares.streams import GlobalStream, StreamBatches, cut_stream
+
+_CUTTABLE = (
+    "allowed: a DataLoader of a map-style data set with batch_size, shuffle or a sampler, to which Lightning gives its "
+    "distributed sampler (use_distributed_sampler=True); or batch_sampler=GlobalBatches(...), with "
+    "use_distributed_sampler=False; or a GlobalStream with drop_last=True"
+)
+
+
+BatchCutter = SharedBatchSampler | StreamBatches
+
+
+class BatchShares:
+    """Cuts global batches, and knows the weight of this rank's part of the present one.
+
+    Args:
+        shares: the share of each rank, in any unit.
+        rank: this rank.
+
+    Attributes:
+        shares: the shares of the batches that are cut now.
+        rank: this rank.
+        cut: how the present batch was cut; None before the first.
+        partial: computes steps for which memory does not suffice; None if they end the job.
+    """
+
+    def __init__(self, shares: Shares, rank: int) -> None:
+        self.shares = shares
+        self.rank = rank
+        self.cut: Cut | None = None
+        self.partial: PartialSteps | None = None
+        self._passes = 0
+        self._sampler: BatchCutter | None = None
+        self._weight: float | None = None
+        self._loss_sum: tuple[float, Tensor, dist.Work] | None = None
+        self._batch: Any = None
+        self._in_step = self._checked = False
+
+    # Data
+
+    def cut_loader(self, loader: object) -> BatchCutter:
+        """Let ``loader`` load this rank's parts of global batches.
+
+        A global batch has as many samples as the loader's batches on all ranks.
+
+        Returns:
+            The sampler, for `begin_batch`.
+
+        Raises:
+            PlanError: the loader cannot be cut, or a rank would get no sample of a full batch.
+        """
+        sampler: BatchCutter
+        if isinstance(loader, DataLoader) and isinstance(loader.dataset, GlobalStream):
+            sampler = self._cut_stream(loader)
+        else:
+            sampler = SharedBatchSampler(*self._global_batches(loader))
+        # DataLoader refuses to set this attribute, and only the user's code knows how to make another one.
+        object.__setattr__(loader, "batch_sampler", sampler)
+        self._sampler = sampler
+        return sampler
+
+    def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
+        assert loader.batch_size is not None
+        return cut_stream(loader, divide_batch(loader.batch_size * len(self.shares), self.shares), self.rank)
+
+    def _global_batches(self, loader: object) -> tuple[GlobalOrder | GlobalBatches, BatchShares, int | None]:
+        if not isinstance(loader, DataLoader):
+            raise PlanError(f"batch_shares: a {type(loader).__name__} cannot be cut; {_CUTTABLE}")
+        if isinstance(loader.dataset, IterableDataset):
+            raise PlanError(
+                f"batch_shares: {type(loader.dataset).__name__} is an IterableDataset, and may yield other "
+                f"samples on other ranks; {_CUTTABLE}"
+            )
+        batches: Any = loader.batch_sampler  # a GlobalBatches is no sampler of torch's
+        if isinstance(batches, SharedBatchSampler):  # this loader was cut for an earlier training
+            return batches.batches, self, batches.size
+        if isinstance(batches, GlobalBatches):
+            return batches, self, None
+        if type(batches) is not BatchSampler:
+            what = "a DataLoader without automatic batches" if batches is None else f"a {type(batches).__name__}"
+            raise PlanError(f"batch_shares: {what} cannot be cut; {_CUTTABLE}")
+        if not is_distributed(loader):
+            raise PlanError(
+                f"batch_shares: a {type(batches.sampler).__name__} does not say which samples other ranks draw; "
+                f"{_CUTTABLE}"
+            )
+        samples, total = len(batches.sampler.dataset), batches.batch_size * len(self.shares)
+        parts = divide_batch(total, self.shares)
+        if samples < (total if batches.drop_last else len(self.shares)):
+            raise PlanError(
+                f"batch_shares: there are {samples} samples for {len(self.shares)} ranks"
+                + (f" and global batches of {total} (drop_last=True)" if batches.drop_last else "")
+                + "; use more samples or fewer ranks"
+            )
+        rank_zero_info(f"AutoSync: ranks compute {', '.join(map(str, parts))} of the {total} samples of a global batch")
+        return GlobalOrder(batches.sampler, total, batches.drop_last), self, total
+
+    def begin_pass(self) -> int:
+        """See `Dealer`."""
+        self._passes += 1
+        return self._passes
+
+    def counts(self, position: Position, total: int) -> Sequence[int]:
+        """See `Dealer`."""
+        return divide(total, self.shares)
+
+    # Steps
+
+    def begin_batch(self, batch: Any, sampler: BatchCutter | None = None) -> None:
+        """Begin to compute the next batch of a loader.
+
+        Args:
+            batch: the batch, for the module's ``loss_weight``.
+            sampler: the sampler of the loader; None: of the loader that was cut last.
+        """
+        self._sampler = sampler = self._sampler if sampler is None else sampler
+        if sampler is None:
+            raise PlanError(f"batch_shares: the training data are in no loader that AutoSync cuts; {_CUTTABLE}")
+        self.cut, self._batch = sampler.take(), batch
+        self._weight = self._loss_sum = None
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """Ask the module for the weight of its loss, if it knows one, once for each batch; collective.
+
+        Raises:
+            PlanError: the weight is not a number of at least 0.
+        """
+        loss_weight = loss_weight_of(module)
+        if loss_weight is None or self.cut is None or self._weight is not None or self._loss_sum is not None:
+            return
+        own = float(loss_weight(self._batch)) if self.cut.samples else 0.0
+        if not 0.0 <= own < math.inf:
+            raise PlanError(f"{LOSS_WEIGHT}: {own:g} is not a number of at least 0; return how many terms the loss has")
+        total = torch.tensor(own, dtype=torch.float64, device=group_device(None))
+        self._loss_sum = own, total, dist.all_reduce(total, async_op=True)
+
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's gradients of the present batch.
+
+        Raises:
+            PlanError: there is no batch whose cut is known.
+        """
+        if self._weight is None:
+            self._weight = self._find_weight()
+        return self._weight
+
+    def _find_weight(self) -> float:
+        if self.cut is None:
+            raise PlanError(
+                "batch_shares: a gradient arrived before the first batch of a loader that AutoSync cuts; under Fabric, "
+                f"pass the training loader to setup_dataloaders; {_CUTTABLE}"
+            )
+        if self._loss_sum is None:
+            return self.cut.weight
+        own, total, work = self._loss_sum
+        with self.waiting():
+            work.wait()
+        return len(self.shares) * own / float(total) if float(total) else 0.0
+
+    @contextmanager
+    def step(self, module: nn.Module) -> Iterator[None]:
+        """The context of a ``training_step``, in which means over ranks are means over samples; see `weigh`."""
+        self.begin_forward(module)
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def weigh(self, value: Any, operation: Any) -> Any:
+        """What this rank gives to a reduction, so that a mean over ranks within a step is the mean over samples.
+
+        Lightning divides the mean over ranks of weighted metrics by that of the number of samples, which it rounds
+        down: numbers are equal on all ranks otherwise. So whole numbers are given as fractions.
+
+        Args:
+            value: this rank's value.
+            operation: the reduction, as for ``Strategy.reduce``.
+        """
+        mean = operation == dist.ReduceOp.AVG or (isinstance(operation, str) and operation.lower() in ("mean", "avg"))
+        if not mean or not isinstance(value, Tensor):
+            return value
+        if not value.is_floating_point():
+            value = value.to(torch.get_default_dtype())
+        if not self._in_step or self.weight == 1.0:
+            return value
+        return value * self.weight if self.weight else torch.zeros_like(value)
+
+    def checked(self, output: Any, module: nn.Module) -> Any:
+        """The ``output`` of a training step, whose loss is checked in the first one.
+
+        Raises:
+            PlanError: see `check_loss`.
+        """
+        if not self._checked and loss_weight_of(module) is None:
+            check_loss(output)
+        self._checked = True
+        return output
+
+    # What `AutoShares` does beyond
+
+    def end_backward(self) -> None:
+        """Called at the end of a synchronized backward pass, before this rank waits for others."""
+
+    def end_pass(self) -> None:
+        """Called on all ranks after each synchronized pass; collective."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context in which this rank waits for others."""
+        return nullcontext()
+
+
+def is_global(loader: DataLoader[Any]) -> bool:
+    """Whether the user has marked the data of a loader as those of all ranks."""
+    own = isinstance(getattr(loader, "batch_sampler", None), GlobalBatches)
+    return own or isinstance(getattr(loader, "dataset", None), GlobalStream)
+
+
+def is_distributed(loader: DataLoader[Any]) -> bool:
+    """Whether the sampler of a loader draws the samples of one rank, in a way that is known here."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    # Either framework has its own class of the second name.
+    known = type(sampler) is DistributedSampler or type(sampler).__name__ == "DistributedSamplerWrapper"
+    return known and isinstance(sampler, DistributedSampler)
+
+
+def check_step(module: nn.Module) -> None:
+    """Refuse a ``training_step`` that takes batches from the loader itself.
+
+    Raises:
+        PlanError: it has an argument ``dataloader_iter``.
+    """
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:  # type: ignore[arg-type]
+        raise PlanError("batch_shares: training_step takes dataloader_iter; allowed: one that takes batches")

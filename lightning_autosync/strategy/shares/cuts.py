@@ -1,0 +1,99 @@
+"""How a global batch is cut into one part for each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_autosync.errors import PlanError
+
+Shares = tuple[float, ...]
+SharesArgument = Sequence[float] | Literal["auto"] | None
+
+LOSS_WEIGHT = "loss_weight"
+"""Method of the user's module: ``loss_weight(batch)`` is the number of terms whose mean the loss of a batch is."""
+_ALLOWED = (
+    "allowed: 'auto', or one number above 0 for each rank (whole numbers as proportions, or fractions that sum to 1)"
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a global batch that one rank computes.
+
+    Attributes:
+        samples: number of samples of this rank. 0: it repeats a sample of another rank, which does not count.
+        total: number of samples of all ranks.
+        ranks: number of ranks.
+    """
+
+    samples: int
+    total: int
+    ranks: int
+
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's gradient before the mean over ranks."""
+        return self.ranks * self.samples / self.total
+
+
+def read_shares(value: Any) -> Shares | Literal["auto"] | None:
+    """The value of ``batch_shares``.
+
+    Raises:
+        ValueError: the value is not allowed.
+    """
+    if value is None or value == "auto":
+        return value  # type: ignore[no-any-return]  # one of two values
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ValueError(f"batch_shares: {value!r} is not a list of numbers; {_ALLOWED}")
+    for rank, share in enumerate(value):
+        if isinstance(share, bool) or not isinstance(share, int | float) or not (share > 0 and math.isfinite(share)):
+            raise ValueError(f"batch_shares[{rank}]: {share!r} is not a number above 0; {_ALLOWED}")
+    fractions = any(not float(share).is_integer() for share in value)
+    if fractions and not math.isclose(total := math.fsum(value), 1.0, rel_tol=1e-3):
+        raise ValueError(f"batch_shares: the fractions sum to {total:g}, not to 1; {_ALLOWED}")
+    return tuple(float(share) for share in value)
+
+
+def check_length(shares: Shares, ranks: int) -> None:
+    """Refuse another number of shares than ``ranks``.
+
+    Raises:
+        PlanError: there are too few or too many.
+    """
+    if len(shares) != ranks:
+        raise PlanError(f"batch_shares: {len(shares)} numbers were given, but the job has {ranks} ranks; give one each")
+
+
+def divide(total: int, shares: Sequence[float]) -> list[int]:
+    """Divide ``total`` samples in proportion to ``shares``, by the method of largest remainders.
+
+    If ``shares`` are whole numbers and their sum is not below ``total``, no part is above its share.
+    """
+    whole = math.fsum(shares)
+    quotas = [total * share / whole for share in shares]
+    # The tolerance keeps a quota of 2.9999999 from being cut to 2.
+    parts = [math.floor(quota + 1e-9) for quota in quotas]
+    order = sorted(range(len(parts)), key=lambda rank: parts[rank] - quotas[rank])
+    for rank in order[: total - sum(parts)]:
+        parts[rank] += 1
+    return parts
+
+
+def divide_batch(total: int, shares: Sequence[float]) -> list[int]:
+    """The samples of each rank in a full global batch of ``total`` samples.
+
+    Raises:
+        PlanError: a rank would get no sample.
+    """
+    parts = divide(total, shares)
+    if 0 in parts:
+        rank = parts.index(0)
+        raise PlanError(
+            f"batch_shares: rank {rank} would get none of the {total} samples of a global batch (its share is "
+            f"{shares[rank] / math.fsum(shares):.3g}); use a larger batch_size, or more equal shares"
+        )
+    return parts

@@ -1,0 +1,331 @@
+"""What ranks do in tests of batch shares: train with unequal parts of global batches, and compare with one process."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import tuning_jobs
+from jobs import QUIET
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from lightning_autosync import AutoSyncFabricStrategy, ClusterSpec, GlobalBatches, GlobalStream
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.errors import PlanError
+from lightning_autosync.strategy.shares import auto
+
+FEATURES, CLASSES = 6, 3
+SHARES = (1, 1, 2, 4)
+SAMPLES = 82
+"""Of global batches of 16, the last one has 2 samples: ranks 0 and 1 get none of them."""
+BATCH = 4
+
+
+class Numbered(Dataset[Any]):
+    """Samples that know their numbers."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.inputs = torch.randn(samples, FEATURES, generator=generator)
+        self.labels = torch.randint(0, CLASSES, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, self.inputs[index], self.labels[index]
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples in order, dealt out to the workers of a data loader."""
+
+    def __iter__(self) -> Any:
+        worker, data = get_worker_info(), Numbered()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (data[number] for number in range(first, len(data), step))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def make_module(
+    framework: str = "lightning.pytorch",
+    sampler: str = "shuffle",
+    workers: int = 0,
+    samples: int = SAMPLES,
+    rate: float = 0.1,
+    ignored: int = -100,
+) -> Any:
+    """A LightningModule of either framework that notes the samples that it counts."""
+    module_class: type = import_module(framework).LightningModule
+
+    class Noting(module_class):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+            self.seen: list[tuple[int, list[int], int]] = []
+            self.compute: Any = None
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            numbers, inputs, labels = batch
+            cut = self.trainer.strategy._shares.cut
+            if self.compute is not None:
+                self.compute(len(self.seen), len(numbers))
+            self.seen.append((self.current_epoch, numbers[: cut.samples].tolist(), cut.total))
+            loss = F.cross_entropy(self.network(inputs), labels, ignore_index=ignored)
+            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+            self.log("own", numbers.float().mean())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=rate, momentum=0.9)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            data, options = Numbered(samples), {"num_workers": workers, "persistent_workers": workers > 0}
+            if sampler == "weighted":
+                weights = torch.linspace(1.0, 2.0, len(data))
+                return DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, 40, replacement=False))
+            if sampler == "stream":
+                return DataLoader(GlobalStream(Stream()), BATCH, drop_last=True, **options)
+            if sampler == "global":
+                batches = GlobalBatches(BatchSampler(SequentialSampler(data), 16, drop_last=False))
+                return DataLoader(data, batch_sampler=batches)
+            return DataLoader(data, BATCH, shuffle=True, drop_last=sampler == "drop_last", **options)
+
+    return Noting()
+
+
+def fit(module: Any, framework: str = "lightning.pytorch", strategy: Any = None, **arguments: Any) -> Any:
+    """The trainer after training with unequal shares."""
+    flavour = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch"}[framework]
+    if not hasattr(strategy, "setup"):
+        strategies = import_module(f"lightning_autosync.strategy.{flavour}")
+        strategy = strategies.AutoSyncStrategy(**{"batch_shares": SHARES, **(strategy or {})})
+    environments = "lightning.fabric" if flavour == "lightning" else "lightning_fabric"
+    environment = import_module(f"{environments}.plugins.environments").TorchElasticEnvironment()
+    options = {"devices": dist.get_world_size(), "plugins": [environment], **QUIET, **arguments}
+    trainer = import_module(framework).Trainer(accelerator="cpu", strategy=strategy, **options)
+    trainer.fit(module)
+    return trainer
+
+
+def one_process(epochs: int, accumulate: int, clip: float, samples: int = SAMPLES, ignored: int = -100) -> nn.Module:
+    """The model of one process that computes global batches."""
+    data, model = Numbered(samples), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(epochs):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
+        batches = order.split(16)
+        for index, batch in enumerate(batches):
+            loss = F.cross_entropy(model(data.inputs[batch]), data.labels[batch], ignore_index=ignored)
+            (loss / accumulate).backward()
+            if (index + 1) % accumulate == 0 or index + 1 == len(batches):
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    return model
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((mine.detach() - theirs.detach()).abs().max()) for mine, theirs in pairs)
+
+
+def trainer_against_one_process(framework: str = "lightning.pytorch", **strategy: Any) -> dict[str, float]:
+    module = make_module(framework)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    fit(module, framework, strategy, max_epochs=17, **options)
+    reference = one_process(17, 2, 0.5)
+    return {"distance": distance(module.network, reference), "moved": distance(reference, network())}
+
+
+def tuned_against_one_process() -> dict[str, float]:
+    """Another plan every three steps."""
+    cluster = ClusterSpec.uniform(4, bandwidth="1 Gbit/s", name="four")
+    with tuning_jobs.scripted_switches(every=3) as switches:
+        found = trainer_against_one_process(cluster=cluster, tuning=tuning_jobs.SHORT)
+    return {**found, "switches": len(switches)}
+
+
+def fabric_against_one_process(plain_backward: bool) -> dict[str, float]:
+    strategy = AutoSyncFabricStrategy(batch_shares=SHARES)
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    model = network()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    loader = fabric.setup_dataloaders(DataLoader(Numbered(), BATCH, shuffle=True))
+    for _ in range(17):
+        for index, (_, inputs, labels) in enumerate(loader):
+            steps = (index + 1) % 2 == 0 or index + 1 == len(loader)
+            with fabric.no_backward_sync(wrapped, enabled=not steps):
+                loss = F.cross_entropy(wrapped(inputs), labels) / 2
+                loss.backward() if plain_backward else fabric.backward(loss)
+            if steps:
+                fabric.clip_gradients(wrapped, optimizer, max_norm=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    fabric.strategy.teardown()
+    reference = one_process(17, 2, 0.5)
+    return {"distance": distance(model, reference), "moved": distance(reference, network())}
+
+
+def samples_by_epoch(sampler: str = "shuffle", workers: int = 0, epochs: int = 2, **arguments: Any) -> list[list[int]]:
+    """The numbers of the samples that all ranks counted, by epoch, in ascending order."""
+    module = make_module(sampler=sampler, workers=workers)
+    torch.manual_seed(dist.get_rank())  # generators of ranks are in different states after unequal batches
+    fit(module, max_epochs=epochs, **arguments)
+    return gathered(module, epochs)
+
+
+def gathered(module: Any, epochs: int) -> list[list[int]]:
+    ranks = gather_json(module.seen)
+    return [
+        sorted(number for rank in ranks for epoch, numbers, _ in rank if epoch == this for number in numbers)
+        for this in range(epochs)
+    ]
+
+
+def logged() -> dict[str, list[float]]:
+    """Logged losses of a model that does not change, and those of one process: of the last batch, and of all."""
+    module = make_module(rate=0.0)
+    trainer = fit(module, max_epochs=1, log_every_n_steps=1)
+    data, order = Numbered(), torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
+    losses = F.cross_entropy(module.network(data.inputs), data.labels, reduction="none").detach()
+    found = trainer.callback_metrics
+    return {
+        "step": [float(found["loss_step"]), float(losses[order[-2:]].mean())],
+        "epoch": [float(found["loss_epoch"]), float(losses.mean())],
+    }
+
+
+def means_over_terms() -> float:
+    """The distance from one process of a model whose loss leaves out samples with label 0."""
+    module = make_module(ignored=0)
+    type(module).loss_weight = lambda _, batch: (batch[2] != 0).sum()
+    fit(module, max_epochs=3, accumulate_grad_batches=2)
+    return distance(module.network, one_process(3, 2, 1e9, ignored=0))
+
+
+class Clock:
+    """A clock that computation moves, at a pace that tests set."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def slows_down(workers: int = 0, begin: int = 0, fabric: bool = False) -> dict[str, Any]:
+    """Samples of the last rank by batch, whose computation takes four times as long from batch ``begin`` on."""
+    clock, rank = Clock(), dist.get_rank()
+
+    def compute(batch: int, samples: int) -> None:
+        slow = rank == dist.get_world_size() - 1 and batch >= begin
+        clock.seconds += (0.1 + 0.05 * samples) * (4.0 if slow else 1.0)
+
+    with mock.patch.object(auto, "now", clock):
+        run = slows_down_in_fabric if fabric else slows_down_in_trainer
+        seen, lost = run(compute, workers)
+    return {"samples": seen, "lost": lost}
+
+
+def slows_down_in_trainer(compute: Any, workers: int) -> tuple[list[int], float]:
+    samples = 16 * 40 + 3
+    module = make_module(workers=workers, samples=samples)
+    module.compute = compute
+    fit(module, max_epochs=2, strategy={"batch_shares": "auto"})
+    made = [len(numbers) if total == 16 else -1 for _, numbers, total in module.seen]
+    return gather_json(made)[-1], float(gathered(module, 2) != [list(range(samples))] * 2)
+
+
+def slows_down_in_fabric(compute: Any, workers: int) -> tuple[list[int], float]:
+    strategy = AutoSyncFabricStrategy(batch_shares="auto")
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    model = network()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(DataLoader(Numbered(16 * 40), BATCH, shuffle=True, num_workers=workers))
+    made, numbers = [], []
+    for batch, inputs, labels in loader:
+        compute(len(made), len(batch))
+        made.append(len(batch))
+        numbers += batch.tolist()
+        F.cross_entropy(wrapped(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.strategy.teardown()
+    everyone = sorted(number for rank in gather_json(numbers) for number in rank)
+    return gather_json(made)[-1], float(everyone != list(range(16 * 40)))
+
+
+class Breaks(torch.autograd.Function):
+    """The identity, whose backward pass runs out of memory for more than one sample."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradients: Tensor) -> Tensor:
+        if len(gradients) > 1:
+            raise torch.OutOfMemoryError("no room for gradients")
+        return gradients
+
+
+def runs_out_of_memory(where: str) -> dict[str, Any]:
+    """Training with memory for a single sample on the last rank, found out in steps: for four, for two, for one."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    module = make_module(samples=16 * 12)
+
+    def compute(batch: int, samples: int) -> None:
+        clock.seconds += 0.1 * samples
+        if last and samples > 1 and where == "forward":
+            raise MemoryError("no room for activations")
+
+    clock = Clock()
+    module.compute = compute
+    if last and where == "backward":
+        module.network[0].register_forward_hook(lambda _, __, output: Breaks.apply(output))
+    with mock.patch.object(auto, "now", clock):
+        fit(module, max_epochs=1, strategy={"batch_shares": "auto"}, accumulate_grad_batches=2)
+    counted = [len(numbers) for _, numbers, _ in module.seen]
+    return {
+        "distance": distance(module.network, one_process(1, 2, 1e9, 16 * 12)),
+        "samples": gather_json(counted)[-1][-3:],
+        "loss": float(module.trainer.callback_metrics["loss_epoch"]),
+    }
+
+
+def second_module() -> str:
+    """The error for a second module, whose times would be mixed up with those of the first one."""
+    strategy = AutoSyncFabricStrategy(batch_shares="auto")
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    fabric.setup_module(network())
+    try:
+        fabric.setup_module(network())
+    except PlanError as error:
+        return str(error)
+    finally:
+        fabric.strategy.teardown()
+    return ""
