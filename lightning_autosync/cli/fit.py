@@ -22,8 +22,10 @@ from lightning_autosync.lab.fitting.comparison import (
     tabulate,
 )
 from lightning_autosync.lab.fitting.encoding import encode_samples
-from lightning_autosync.lab.fitting.splits import FitSettings, cluster, family, for_all
+from lightning_autosync.lab.fitting.splits import FitSettings, hold_out
+from lightning_autosync.lab.fitting.whole import card_of, fit_all, judge_held_out
 from lightning_autosync.learned import LearnedEstimator, Simulator, load_simulator
+from lightning_autosync.learned.card import CARD, HeldOutAccuracy
 from lightning_autosync.learned.dataset import Dataset, Sample
 from lightning_autosync.learned.examples import Examples
 from lightning_autosync.measure.hosts import emulated_hosts
@@ -36,8 +38,9 @@ _log = logging.getLogger(__name__)
 def fit(configuration: dict[str, Any], directory: Path) -> None:
     """Compare simulators on parts of a dataset, then fit one simulator to the whole dataset.
 
-    The fitted simulator is written to the folder ``simulator`` in ``directory``, beside ``runs.jsonl`` (unless the
-    settings name a file) and ``result.json``.
+    The fitted simulator and its card are written to the folder ``simulator`` in ``directory``, beside ``runs.jsonl``
+    (unless the settings name a file) and ``result.json``. What the settings hold out is not learned from; the card has
+    the accuracy on it.
 
     Raises:
         AutoSyncError: a setting is wrong, a part of the dataset cannot be read, or the file has runs with other
@@ -45,28 +48,29 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     """
     settings = FitSettings.parse(configuration)
     samples, cores = _load(settings)
+    kept, apart = hold_out(samples, settings.held_out)
     start, constants = _start(settings, cores)
     console = Console()
     path = Path(settings.runs) if settings.runs else directory / "runs.jsonl"
     with alone(path), Progress(console=console, transient=True) as progress:
         file = run_file(path, settings, constants)
         begun = time.perf_counter()
-        encoded = _encode(settings, samples, constants, progress)
+        encoded = _encode(settings, kept, constants, progress)
         encoding = time.perf_counter() - begun
-        runs = _compare(settings, samples, encoded, constants, file, start, progress)
+        runs = _compare(settings, kept, encoded, constants, file, start, progress)
     fitted = directory / "simulator"
     begun = time.perf_counter()
-    _fit(settings, samples, encoded, start or settings.simulator.build(constants, settings.seed)).save(fitted)
+    simulator = start or settings.simulator.build(constants, settings.seed)
+    fit_all(settings, kept, encoded[settings.simulator.kind], simulator)
     timing = {"encoding": encoding, "comparison": sum(run.seconds for run in runs)}
     timing["fitting"] = time.perf_counter() - begun
+    card = card_of(settings, kept, apart, _judge(settings, simulator, apart, constants))
+    simulator.save(fitted)
+    card.save(fitted / CARD)
     result = FitResult(
         settings=settings,
         constants=constants.to_dict(),
-        dataset=FittedDataset(
-            samples=len(samples),
-            clusters=tuple(sorted({cluster(sample) for sample in samples})),
-            families=tuple(sorted({family(sample) for sample in samples})),
-        ),
+        dataset=FittedDataset(samples=card.samples, clusters=card.clusters, families=card.models),
         comparison=tabulate(runs),
         runs=tuple(runs),
         seconds=timing,
@@ -76,7 +80,29 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
         console.print(table)
     if start is not None and any(run.simulator == start.kind.KIND for run in runs):
         console.print(f"{start.kind.KIND} started from {settings.start}, which may have seen some of the test data")
+    if card.accuracy is not None:
+        console.print(_told(card.accuracy))
     console.print(f"{fitted}, {directory / 'result.json'}", soft_wrap=True, highlight=False)
+
+
+def _judge(
+    settings: FitSettings, simulator: Simulator, apart: Sequence[Sample], constants: Constants
+) -> HeldOutAccuracy | None:
+    """The accuracy on held-out samples; None if there are none."""
+    if not apart:
+        return None
+    kind = settings.simulator.kind
+    encoded = encode_samples(apart, constants, tuple({"replay", kind}), settings.processes)
+    return judge_held_out(simulator, encoded[kind], encoded["replay"])
+
+
+def _told(accuracy: HeldOutAccuracy) -> str:
+    own, replay = accuracy.simulator, accuracy.replay
+    return (
+        f"on {accuracy.plans} plans for {accuracy.pairs} held-out pairs of a model and a cluster: ranking accuracy "
+        f"{own.ranking:.3f} (replay alone {replay.ranking:.3f}), median error {own.median_error:.1%} "
+        f"({replay.median_error:.1%}), mean regret {own.regret:.1%} ({replay.regret:.1%})"
+    )
 
 
 def _load(settings: FitSettings) -> tuple[list[Sample], set[float]]:
@@ -147,14 +173,3 @@ def _compare(
         runs.append(run)
         progress.advance(task)
     return runs
-
-
-def _fit(
-    settings: FitSettings, samples: Sequence[Sample], encoded: Mapping[str, Examples], simulator: Simulator
-) -> Simulator:
-    """Train on all samples; each network holds out some, by which its epoch is chosen."""
-    if isinstance(simulator, LearnedEstimator):
-        _log.info("training %d networks on all %d samples", simulator.members, len(samples))
-        split = for_all(samples, settings.seed, simulator.members)
-        simulator.fit_encoded(encoded[settings.simulator.kind], split.held_out)
-    return simulator

@@ -49,7 +49,7 @@ def load_dgl() -> ModuleType:
 def _refusal(why: str) -> SimulatorError:
     return SimulatorError(
         f"dgl: {why}; 'attention' needs it, and so does the training of 'hetero': pip install 'dgl>=1.1.3,<2' (Python "
-        "3.11 or older), or use simulator=linear, recurrent or replay"
+        "3.11 or older), or use simulator=pretrained, linear, recurrent or replay"
     )
 
 

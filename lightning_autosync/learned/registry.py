@@ -10,12 +10,14 @@ from typing import Any
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.cluster import ClusterSpec, configuration_directory
 from lightning_autosync.documents import Record, read_data
 from lightning_autosync.learned.ensemble import KINDS, LearnedEstimator
+from lightning_autosync.learned.pretrained import PRETRAINED, choose_pretrained
 from lightning_autosync.learned.simulator import HEADER, ReplayEstimator, Simulator, SimulatorError, read_header
 from lightning_autosync.learned.training import TUNING, Training
 from lightning_autosync.replay import Constants
+from lightning_autosync.workload import Workload
 
 SIMULATORS: dict[str, Callable[..., Simulator]] = {
     ReplayEstimator.KIND: ReplayEstimator,
@@ -42,7 +44,7 @@ class SimulatorSettings(Record):
     """Settings of a simulator; see :class:`~lightning_autosync.learned.LearnedEstimator`.
 
     Attributes:
-        kind: name of the simulator.
+        kind: name of the simulator; or ``pretrained``, which has no further settings.
         members: number of networks in its ensemble.
         network: sizes of the networks, by the kind's own names (`lightning_autosync.learned.networks`); missing ones
             have their defaults.
@@ -58,10 +60,12 @@ class SimulatorSettings(Record):
     @field_validator("kind")
     @classmethod
     def _check_kind(cls, kind: str) -> str:
-        return check_kind(kind)
+        return kind if kind == PRETRAINED else check_kind(kind)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.kind == PRETRAINED and (further := sorted(self.model_fields_set - {"kind"})):
+            raise ValueError(f"{further[0]}: not allowed with '{PRETRAINED}', which is fitted; leave it out")
         if self.kind not in KINDS:
             if self.network:
                 raise ValueError(f"network: '{self.kind}' is not a neural network; leave it out")
@@ -78,10 +82,22 @@ class SimulatorSettings(Record):
         return cls.model_validate(read_data(configuration_directory() / "simulator" / f"{kind}.yaml"))
 
     def build(self, constants: Constants, seed: int) -> Simulator:
-        """An untrained simulator with these settings."""
+        """An untrained simulator with these settings.
+
+        Raises:
+            SimulatorError: it is the pretrained simulator.
+        """
+        if self.kind == PRETRAINED:
+            raise SimulatorError(f"simulator.kind: '{PRETRAINED}' is fitted; allowed: {', '.join(SIMULATORS)}")
         if self.kind == "replay":
             return SIMULATORS["replay"](constants)
         return SIMULATORS[self.kind](constants, self.members, dict(self.network), self.training, self.tuning, seed)
+
+    def for_job(self, workload: Workload, cluster: ClusterSpec, constants: Constants, seed: int) -> Simulator:
+        """The simulator for a job on a cluster whose rates are known: `choose_pretrained`, or else `build`."""
+        if self.kind == PRETRAINED:
+            return choose_pretrained(workload, cluster, constants)
+        return self.build(constants, seed)
 
 
 def check_kind(kind: str) -> str:

@@ -7,7 +7,7 @@ import share_jobs
 from share_jobs import SAMPLES
 
 
-@pytest.mark.parametrize("options", [{}, {"framework": "pytorch_lightning", "plan": "ps"}], ids=str)
+@pytest.mark.parametrize("options", [{"overlap": "step"}, {"framework": "pytorch_lightning", "plan": "ps"}], ids=str)
 def test_a_trainer_equals_one_process(quartet, options: dict[str, str]) -> None:
     for found in quartet.run(share_jobs.trainer_against_one_process, **options):
         assert found["distance"] < 1e-6 < 0.1 < found["moved"]

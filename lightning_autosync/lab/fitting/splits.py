@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy
 from numpy.typing import NDArray
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from lightning_autosync.documents import Configuration, Index
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.learned import SIMULATORS
+from lightning_autosync.learned.card import HeldOut
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.learned.registry import SimulatorSettings, check_kind
 from lightning_autosync.plan import signature
@@ -31,6 +32,8 @@ class FitSettings(Configuration):
         dataset: parts of a dataset, or folders of parts.
         simulator: simulator that is fitted to the whole dataset and saved. Each of its networks holds out some samples,
             by which its epoch is chosen.
+        held_out: models and clusters that ``simulator`` does not see, for the accuracy in its card. Needs an empty
+            ``compare``, because comparisons divide the samples themselves.
         start: folder of a fitted simulator to train further with ``simulator.tuning`` instead of an untrained one. It
             keeps its own members and sizes. None starts untrained.
         constants: file of the hosts' constants, from a probe; None uses the defaults with ``cores``.
@@ -48,6 +51,7 @@ class FitSettings(Configuration):
 
     dataset: Annotated[tuple[str, ...], Field(min_length=1)]
     simulator: SimulatorSettings
+    held_out: HeldOut = HeldOut()
     start: str | None = None
     constants: str | None = None
     cores: PositiveFloat | None = None
@@ -72,6 +76,21 @@ class FitSettings(Configuration):
     @classmethod
     def _check_compare(cls, compare: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(check_kind(kind) for kind in compare)
+
+    @field_validator("simulator")
+    @classmethod
+    def _check_simulator(cls, simulator: SimulatorSettings) -> SimulatorSettings:
+        try:
+            check_kind(simulator.kind)
+        except ValueError as error:
+            raise ValueError(f"kind: {error}") from None
+        return simulator
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> FitSettings:
+        if self.held_out and self.compare:
+            raise ValueError("held_out: allowed with compare=[] only")
+        return self
 
 
 Integers = NDArray[numpy.int64]
@@ -139,6 +158,29 @@ def divide(samples: Sequence[Sample], how: SplitName, seed: int, number: int = 0
     else:
         made = _by_trial(samples, f"{how} {seed}", number)
     return _checked(made, len(samples))
+
+
+def hold_out(samples: Sequence[Sample], held_out: HeldOut) -> tuple[list[Sample], list[Sample]]:
+    """The samples to learn from, and the samples whose model and cluster are both held out.
+
+    Samples of which only the model or only the cluster is held out are in neither.
+
+    Raises:
+        DocumentError: a held-out name is not in the samples, or too few samples remain.
+    """
+    for what, name, chosen in (("models", family, held_out.models), ("clusters", cluster, held_out.clusters)):
+        known = {name(sample) for sample in samples}
+        for one in chosen:
+            if one not in known:
+                raise DocumentError(
+                    f"held_out.{what}: '{one}' is not in the dataset; it has {', '.join(sorted(known))}"
+                )
+    models, clusters = set(held_out.models), set(held_out.clusters)
+    kept = [sample for sample in samples if family(sample) not in models and cluster(sample) not in clusters]
+    apart = [sample for sample in samples if family(sample) in models and cluster(sample) in clusters]
+    if not kept or (held_out and not apart):
+        raise DocumentError("held_out: nothing remains to learn from, or no sample has a held-out model and cluster")
+    return kept, apart
 
 
 def for_all(samples: Sequence[Sample], seed: int, members: int) -> Split:

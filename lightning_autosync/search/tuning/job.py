@@ -137,5 +137,8 @@ class PriorKnowledge:
         settings = job.settings
         constants = job_hosts(settings.launch_kind, settings.is_paced, settings.constants)
         transfer = load_transfer(settings.transfer, job.workload, job.cluster, settings.semantics)
-        estimator = transfer.estimator or settings.simulator.build(constants, settings.search.seed or 0)
-        return cls(estimator if job.cluster.measured else None, constants, transfer.studies, transfer.samples)
+        estimator = None
+        if job.cluster.measured:
+            seed = settings.search.seed or 0
+            estimator = transfer.estimator or settings.simulator.for_job(job.workload, job.cluster, constants, seed)
+        return cls(estimator, constants, transfer.studies, transfer.samples)

@@ -57,9 +57,11 @@ from lightning_autosync.lab.validation.accuracy import CaseResult, ReplayAccurac
 from lightning_autosync.lab.validation.measuring import CaseMeasurement, load_measurements
 from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.learned import LearnedEstimator, ReplayEstimator, Training, load_simulator
+from lightning_autosync.learned.card import CARD, SimulatorCard
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
 from lightning_autosync.learned.dataset.parts import MANIFEST
 from lightning_autosync.learned.dataset.writer import JOURNAL
+from lightning_autosync.learned.pretrained import DIRECTORY
 from lightning_autosync.learned.simulator import HEADER
 from lightning_autosync.measure.bench.result import BenchDocument, ContenderDocument
 from lightning_autosync.measure.bench.settings import BenchSettings
@@ -430,6 +432,16 @@ def _simulators() -> dict[str, Any]:
 def _read_simulators(folder: Path) -> Use:
     made = [load_simulator(path) for path in sorted(folder.iterdir())]
     return lambda: [one.estimate(WORKLOAD, CLUSTER, [builders.build("ps", WORKLOAD, CLUSTER)]) for one in made]
+
+
+def _make_simulator_card(folder: Path) -> list[str]:
+    shutil.copy(DIRECTORY / CARD, folder / CARD)
+    return [CARD]
+
+
+def _read_simulator_card(folder: Path) -> Use:
+    card = SimulatorCard.load(folder / CARD)
+    return lambda: card.limits.exceeded(WORKLOAD, CLUSTER)
 
 
 def _seal_weights(folder: Path) -> None:
@@ -893,6 +905,7 @@ KINDS: dict[str, Kind] = {
     "simulator": Kind(
         _make_simulators, _read_simulators, ("learned.simulator", "learned.ensemble"), seal=_seal_weights
     ),
+    "simulator card": Kind(_make_simulator_card, _read_simulator_card, ("learned.card", "learned.pretrained")),
     "study": Kind(
         _make_study, _read_study, ("search.studies", "search.trial_attributes", "search.population"), names=_STUDY
     ),

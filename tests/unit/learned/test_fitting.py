@@ -44,7 +44,9 @@ from lightning_autosync.lab.fitting.splits import (
     family,
     for_all,
 )
+from lightning_autosync.lab.fitting.whole import regrets
 from lightning_autosync.learned import LearnedEstimator, load_simulator, training
+from lightning_autosync.learned.card import SimulatorCard
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
 from lightning_autosync.learned.ensemble import KINDS
 from lightning_autosync.learned.examples import Examples, Floats
@@ -459,6 +461,41 @@ def test_the_command_leaves_a_simulator_and_a_result(
     assert 0 < max(changed) < 0.2  # trained further, and gently
 
 
+def test_held_out_models_and_clusters_are_judged_and_not_learned_from(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learned = []
+    fit_encoded = LearnedEstimator.fit_encoded
+
+    def learning(simulator: LearnedEstimator, examples: Examples, held_out: Sequence[Any]) -> None:
+        learned.append(len(examples))
+        fit_encoded(simulator, examples, held_out)
+
+    monkeypatch.setattr(LearnedEstimator, "fit_encoded", learning)
+    held_out = {"models": ["gpt"], "clusters": ["thin"]}
+    fit(_configuration(dataset, compare=[], held_out=held_out), tmp_path)
+    card = SimulatorCard.load(tmp_path / "simulator" / "card.json")
+    assert learned == [28]  # seven plans of two models on two clusters
+    assert (card.samples, card.models, card.clusters) == (28, ("bert", "vgg"), ("even", "fat"))
+    assert card.accuracy is not None
+    assert (card.accuracy.pairs, card.accuracy.plans) == (1, 7)
+    assert "simulator.network={hidden:16" in card.command
+    assert "held_out.models=[gpt] held_out.clusters=[thin] cores=2.0 seed=0 compare=[]" in card.command
+    assert "on 7 plans for 1 held-out pairs" in " ".join(capsys.readouterr().out.split())
+    for names, message in (
+        ({"models": ["gpt"], "clusters": ["moon"]}, "held_out.clusters: 'moon' is not in the dataset; it has even"),
+        ({"models": ["bert", "gpt", "vgg"], "clusters": ["thin"]}, "held_out: nothing remains"),
+    ):
+        with pytest.raises(DocumentError, match=message):
+            fit(_configuration(dataset, compare=[], held_out=names), tmp_path / "other")
+
+
+def test_the_regret_is_that_of_the_plan_that_is_predicted_to_be_fastest(grid: list[Sample]) -> None:
+    samples = [grid[0], grid[1], *grid[20:23]]  # 10 and 20 ms for one pair; 10, 20 and 10 ms for another
+    examples = Examples.of(samples, [None] * 5, [0.0] * 5)
+    assert list(regrets(examples, numpy.array([2.0, 1.0, 1.0, 2.0, 3.0])).values()) == pytest.approx([1.0, 0.0])
+
+
 @pytest.mark.slow
 def test_an_interrupted_comparison_goes_on(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -536,7 +573,8 @@ def test_the_shipped_configuration_is_what_the_command_takes() -> None:
     configuration = read_data(configuration_directory() / "fit.yaml")
     keys = {key: value for key, value in configuration.items() if key not in ("defaults", "hydra")}
     options = sorted(path.stem for path in (configuration_directory() / "simulator").glob("*.yaml"))
-    assert options == sorted(("replay", "linear", "recurrent", "attention", "hetero"))
+    assert options == sorted(("replay", "linear", "recurrent", "attention", "hetero", "pretrained"))
+    options.remove("pretrained")  # it is fitted
     for option in options:
         simulator = SimulatorSettings.shipped(option)
         assert simulator.kind == option
