@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_autosync.strategy.lightning import AutoSyncStrategy
     from lightning_autosync.strategy.monitor.lightning import SyncMonitor
     from lightning_autosync.strategy.shares.sampler import GlobalBatches
+    from lightning_autosync.strategy.shares.streams import GlobalStream
     from lightning_autosync.strategy.tuning.settings import TuningSettings
     from lightning_autosync.workload import Workload
 
@@ -32,6 +33,7 @@ _HOMES = {
     "AutoSyncStrategy": "strategy.lightning",
     "ClusterSpec": "cluster",
     "GlobalBatches": "strategy.shares.sampler",
+    "GlobalStream": "strategy.shares.streams",
     "HybridPlan": "hybrid",
     "SyncMonitor": "strategy.monitor.lightning",
     "SyncPlan": "plan",
@@ -46,6 +48,7 @@ __all__ = [
     "AutoSyncStrategy",
     "ClusterSpec",
     "GlobalBatches",
+    "GlobalStream",
     "HybridPlan",
     "SyncMonitor",
     "SyncPlan",

@@ -42,6 +42,9 @@ class ExactReplica(Replica):
         watched: whether the strategy has a `FailureDetector` open.
         links: links of the job, if another replica has found them.
 
+    Attributes:
+        scale: the weights of gradients in the mean over ranks; None if all are alike.
+
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
         ExchangeError: ranks cannot connect to each other.
@@ -69,7 +72,7 @@ class ExactReplica(Replica):
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
         self._parameters = ParameterComparison(module, group)
         self._weights = WeightComparison(module, settings.check_replicas, group)
-        self._scale: GradientScale | None = None
+        self.scale: GradientScale | None = None
         self._shares: BatchShares | None = None
         self._engine: Engine | None = None
         self._engine = self._start()
@@ -82,12 +85,8 @@ class ExactReplica(Replica):
 
     def share(self, shares: BatchShares) -> None:
         """Let gradients count in the mean over ranks by the weights of batches; call it before the first pass."""
-        self._shares, self._scale = shares, GradientScale(lambda: shares.weight)
-        self._scale.follow(self._planned.values())
-
-    def has_arrived(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient has been accumulated in the present `backward`; only with shares."""
-        return self._scale is not None and self._scale.arrived(parameter)
+        self._shares, self.scale = shares, GradientScale(lambda: shares.weight)
+        self.scale.follow(self._planned.values())
 
     @property
     def module(self) -> nn.Module:
@@ -170,8 +169,8 @@ class ExactReplica(Replica):
         engine.changed = self._parameters.changed()
         if engine.changed and not self._covers():
             engine.renew_hooks(parameter for _, parameter in variable_names(self._module))
-            if self._scale is not None:
-                self._scale.follow(self._current().values())
+            if self.scale is not None:
+                self.scale.follow(self._current().values())
 
     def end_training(self) -> None:
         """Check at the end of training that weights are equal on all ranks; collective.
@@ -203,8 +202,6 @@ class ExactReplica(Replica):
         """
         self.before_synchronization()
         self.follow_scaler(scaler)
-        if self._scale is not None:
-            self._scale.begin()
         engine = self._engine
         if engine is None:
             yield
@@ -239,8 +236,8 @@ class ExactReplica(Replica):
         self._memory = self._engine.state_dict()
         self._engine.close()
         self._engine = None
-        if self._scale is not None:
-            self._scale.close()
+        if self.scale is not None:
+            self.scale.close()
 
     def _end_pass(self) -> None:
         self._weights.count()
@@ -322,8 +319,8 @@ class ExactReplica(Replica):
         self._planned = self._current()
         self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         self._weights.choose(self._planned)
-        if self._scale is not None:
-            self._scale.follow(self._planned.values())
+        if self.scale is not None:
+            self.scale.follow(self._planned.values())
         return self._tuning.start(self._open, self._use)
 
     def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:

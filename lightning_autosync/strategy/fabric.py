@@ -32,10 +32,9 @@ from lightning_autosync.strategy.settings import (
     names_class,
     read_settings,
 )
-from lightning_autosync.strategy.shares.auto import open_shares
-from lightning_autosync.strategy.shares.batch_shares import BatchShares, is_distributed
+from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
+from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, is_distributed, is_global
 from lightning_autosync.strategy.shares.cuts import SharesArgument
-from lightning_autosync.strategy.shares.sampler import GlobalBatches, SharedBatchSampler
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
 
@@ -127,6 +126,11 @@ class AutoSyncFabricStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> FabricModule:  # type: ignore[override]  # in place of DDP's module
         self._forget(module)
+        if self._replicas and isinstance(self._shares, AutoShares):
+            raise PlanError(
+                "batch_shares='auto': a batch is timed for one module, but this is the second one; give a share for "
+                "each rank"
+            )
         # Each module has its own group, because ranks may complete messages of two modules in different orders.
         # A group takes the backend's own time-out unless it is told one.
         group = dist.new_group(timeout=timedelta(seconds=self._settings.timeout)) if self._replicas else None
@@ -139,10 +143,9 @@ class AutoSyncFabricStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         # A loader without a distributed sampler is the user's own: one for validation on a single rank, for example.
-        shares, own = self._shares, getattr(dataloader, "batch_sampler", None)
-        if shares is None or not (isinstance(own, GlobalBatches) or is_distributed(dataloader)):
+        if self._shares is None or not (is_global(dataloader) or is_distributed(dataloader)):
             return dataloader
-        return SharedLoader(dataloader, shares.cut_loader(dataloader), shares)
+        return SharedLoader(dataloader, self._shares.cut_loader(dataloader), self._shares)
 
     def report(self) -> list[TuningReport]:
         """For each module that is set up: how its gradients are synchronized, why, and which plans were tried."""
@@ -196,7 +199,7 @@ class SharedLoader:
         shares: the shares of the job.
     """
 
-    def __init__(self, loader: Any, sampler: SharedBatchSampler, shares: BatchShares) -> None:
+    def __init__(self, loader: Any, sampler: BatchCutter, shares: BatchShares) -> None:
         self.__dict__.update(vars(loader))  # Fabric copies them to the loader that users see
         self._own, self._own_sampler, self._own_shares = loader, sampler, shares
 

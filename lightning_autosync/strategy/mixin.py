@@ -245,21 +245,23 @@ class AutoSyncMixin(_Base):
         self._replica.begin_batch()
         if self._shares is not None:
             self._shares.begin_batch(batch)
-            if not self._shares.cut.samples:
+            if self._shares.cut is not None and not self._shares.cut.samples:
                 self._trainer._results.batch_size = 0  # weight in metrics over the epoch of a sample of another rank
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._replica is not None
-        shared = nullcontext() if self._shares is None else self._shares.step(self._trainer.lightning_module)
-        with self._replica.training_step(args), shared:
-            return self._training_step(partial(super().training_step, *args, **kwargs), *args, **kwargs)
+        with self._replica.training_step(args):
+            if self._shares is None:
+                return super().training_step(*args, **kwargs)
+            whole = partial(super().training_step, *args, **kwargs)
+            with self._shares.step(self._trainer.lightning_module):
+                return self._shared_step(self._shares, whole, *args, **kwargs)
 
-    def _training_step(self, whole: Callable[[], Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The output of ``whole``, which may be computed in parts of ``batch``."""
-        shares, model, module = self._shares, self.model, self.lightning_module
-        if shares is None or shares.cut is None or not isinstance(model, SynchronizedModule):
-            return whole()
-        if shares.partial is None:
+    def _shared_step(self, shares: BatchShares, whole: Callable[[], Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The output of ``whole``, a step on ``batch``, which may be computed in parts."""
+        model, module = self.model, self.lightning_module
+        assert module is not None
+        if shares.partial is None or shares.cut is None or not isinstance(model, SynchronizedModule):
             return shares.checked(whole(), module)
 
         def compute(part: Any) -> Any:
@@ -292,12 +294,13 @@ class AutoSyncMixin(_Base):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Like ``Strategy.backward``, but gradients are synchronized before ``on_after_backward`` runs."""
         assert self._replica is not None
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
 
         def run(loss: Tensor, **also: Any) -> None:
-            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs, **also)
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs, **also)
 
         with self._replica.backward(self._scaler):
             if self._shares is None or self._shares.partial is None:
@@ -305,7 +308,7 @@ class AutoSyncMixin(_Base):
             else:
                 scale = self._scaler.get_scale() if self._scaler is not None and self._scaler.is_enabled() else 1.0
                 self._shares.partial.backward(run, closure_loss, scale / self._trainer.accumulate_grad_batches)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 

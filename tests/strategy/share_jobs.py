@@ -8,15 +8,25 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import tuning_jobs
 from jobs import QUIET
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
-from lightning_autosync import AutoSyncFabricStrategy, GlobalBatches
+from lightning_autosync import AutoSyncFabricStrategy, ClusterSpec, GlobalBatches, GlobalStream
 from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares import auto
 
 FEATURES, CLASSES = 6, 3
@@ -39,6 +49,18 @@ class Numbered(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
         return index, self.inputs[index], self.labels[index]
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples in order, dealt out to the workers of a data loader."""
+
+    def __iter__(self) -> Any:
+        worker, data = get_worker_info(), Numbered()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (data[number] for number in range(first, len(data), step))
+
+    def __len__(self) -> int:
+        return SAMPLES
 
 
 def network() -> nn.Module:
@@ -83,6 +105,8 @@ def make_module(
             if sampler == "weighted":
                 weights = torch.linspace(1.0, 2.0, len(data))
                 return DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, 40, replacement=False))
+            if sampler == "stream":
+                return DataLoader(GlobalStream(Stream()), BATCH, drop_last=True, **options)
             if sampler == "global":
                 batches = GlobalBatches(BatchSampler(SequentialSampler(data), 16, drop_last=False))
                 return DataLoader(data, batch_sampler=batches)
@@ -127,11 +151,20 @@ def distance(one: nn.Module, other: nn.Module) -> float:
     return max(float((mine.detach() - theirs.detach()).abs().max()) for mine, theirs in pairs)
 
 
-def trainer_against_one_process(framework: str) -> dict[str, float]:
+def trainer_against_one_process(framework: str = "lightning.pytorch", **strategy: Any) -> dict[str, float]:
     module = make_module(framework)
-    fit(module, framework, max_epochs=17, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    fit(module, framework, strategy, max_epochs=17, **options)
     reference = one_process(17, 2, 0.5)
     return {"distance": distance(module.network, reference), "moved": distance(reference, network())}
+
+
+def tuned_against_one_process() -> dict[str, float]:
+    """Another plan every three steps."""
+    cluster = ClusterSpec.uniform(4, bandwidth="1 Gbit/s", name="four")
+    with tuning_jobs.scripted_switches(every=3) as switches:
+        found = trainer_against_one_process(cluster=cluster, tuning=tuning_jobs.SHORT)
+    return {**found, "switches": len(switches)}
 
 
 def fabric_against_one_process(plain_backward: bool) -> dict[str, float]:
@@ -246,7 +279,7 @@ def slows_down_in_fabric(compute: Any, workers: int) -> tuple[list[int], float]:
 
 
 class Breaks(torch.autograd.Function):
-    """The identity, whose backward pass runs out of memory for more than two samples."""
+    """The identity, whose backward pass runs out of memory for more than one sample."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -254,19 +287,19 @@ class Breaks(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradients: Tensor) -> Tensor:
-        if len(gradients) > 2:
+        if len(gradients) > 1:
             raise torch.OutOfMemoryError("no room for gradients")
         return gradients
 
 
 def runs_out_of_memory(where: str) -> dict[str, Any]:
-    """Training with memory for two samples on the last rank."""
+    """Training with memory for a single sample on the last rank, found out in steps: for four, for two, for one."""
     last = dist.get_rank() == dist.get_world_size() - 1
     module = make_module(samples=16 * 12)
 
     def compute(batch: int, samples: int) -> None:
         clock.seconds += 0.1 * samples
-        if last and samples > 2 and where == "forward":
+        if last and samples > 1 and where == "forward":
             raise MemoryError("no room for activations")
 
     clock = Clock()
@@ -281,3 +314,18 @@ def runs_out_of_memory(where: str) -> dict[str, Any]:
         "samples": gather_json(counted)[-1][-3:],
         "loss": float(module.trainer.callback_metrics["loss_epoch"]),
     }
+
+
+def second_module() -> str:
+    """The error for a second module, whose times would be mixed up with those of the first one."""
+    strategy = AutoSyncFabricStrategy(batch_shares="auto")
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    fabric.setup_module(network())
+    try:
+        fabric.setup_module(network())
+    except PlanError as error:
+        return str(error)
+    finally:
+        fabric.strategy.teardown()
+    return ""

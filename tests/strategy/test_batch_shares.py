@@ -7,16 +7,28 @@ import share_jobs
 from share_jobs import SAMPLES
 
 
-@pytest.mark.parametrize("framework", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_trainer_equals_one_process(quartet, framework: str) -> None:
-    for found in quartet.run(share_jobs.trainer_against_one_process, framework=framework):
+@pytest.mark.parametrize("options", [{}, {"framework": "pytorch_lightning", "plan": "ps"}], ids=str)
+def test_a_trainer_equals_one_process(quartet, options: dict[str, str]) -> None:
+    for found in quartet.run(share_jobs.trainer_against_one_process, **options):
         assert found["distance"] < 1e-6 < 0.1 < found["moved"]
+
+
+def test_a_job_that_tries_other_plans_equals_one_process(quartet) -> None:
+    for found in quartet.run(share_jobs.tuned_against_one_process):
+        assert found["distance"] < 1e-6 < 0.1 < found["moved"]
+        assert found["switches"] > 5
 
 
 @pytest.mark.parametrize("plain_backward", [True, False], ids=["loss.backward", "fabric.backward"])
 def test_fabric_equals_one_process(quartet, plain_backward: bool) -> None:
     for found in quartet.run(share_jobs.fabric_against_one_process, plain_backward=plain_backward):
         assert found["distance"] < 1e-6 < 0.1 < found["moved"]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_stream_that_all_ranks_read_is_cut(quartet, workers: int) -> None:
+    for found in quartet.run(share_jobs.samples_by_epoch, sampler="stream", workers=workers):
+        assert found == [list(range(80))] * 2
 
 
 @pytest.mark.parametrize("sampler", ["shuffle", "global"])
@@ -43,7 +55,9 @@ def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet) ->
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"begin": 25}, {"begin": 30, "workers": 2}, {"begin": 9, "fabric": True}], ids=str
+    "arguments",
+    [{"begin": 25}, pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow), {"begin": 9, "fabric": True}],
+    ids=str,
 )
 def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, arguments: dict[str, int]) -> None:
     for found in quartet.run(share_jobs.slows_down, **arguments):
@@ -57,5 +71,9 @@ def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, argu
 def test_a_rank_without_memory_computes_in_parts_and_gets_a_smaller_share(quartet, where: str) -> None:
     for found in quartet.run(share_jobs.runs_out_of_memory, where=where):
         assert found["distance"] < 1e-6
-        assert found["samples"] == [2, 2, 2]
+        assert found["samples"] == [1, 1, 1]
         assert found["loss"] > 0
+
+
+def test_speeds_are_those_of_a_single_module(quartet) -> None:
+    assert quartet.run(share_jobs.second_module)[0].startswith("batch_shares='auto': a batch is timed for one module")

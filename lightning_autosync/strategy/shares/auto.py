@@ -13,17 +13,19 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_autosync.engine.collectives import group_device
-from lightning_autosync.errors import ExchangeError
+from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.strategy.base import accumulation
-from lightning_autosync.strategy.shares.balance import Balancer
-from lightning_autosync.strategy.shares.batch_shares import BatchShares
+from lightning_autosync.strategy.shares.balance import Balancer, Window
+from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares
 from lightning_autosync.strategy.shares.cuts import Shares, check_length, divide
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
+from lightning_autosync.strategy.shares.streams import StreamBatches
 
-EVERY = 4
+EVERY = 3
 """Synchronized passes between two exchanges of times."""
 FIRST = 2
 """Synchronized passes before the first exchange: the sooner shares change, the fewer steps wait for a slow rank."""
@@ -72,11 +74,17 @@ class AutoShares(BatchShares):
             module: the user's module, with automatic optimization.
             replica: its `ExactReplica`.
         """
-        self.partial = PartialSteps(module, lambda: accumulation(replica), replica.has_arrived)
+        self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
+
+    def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
+        raise PlanError(
+            "batch_shares='auto': the shares of a GlobalStream cannot change, because workers of the data loader cut "
+            "it; give a share for each rank"
+        )
 
     # Measurement
 
-    def begin_batch(self, batch: Any, sampler: SharedBatchSampler | None = None) -> None:
+    def begin_batch(self, batch: Any, sampler: BatchCutter | None = None) -> None:
         super().begin_batch(batch, sampler)
         self._begun = self._now()
 
@@ -120,10 +128,9 @@ class AutoShares(BatchShares):
         """Start to tell other ranks the times of this one."""
         samples, seconds = self._measured
         self._measured = (samples, [])
-        # The lower median: what was slow in half of the batches only has just begun, or was a disturbance.
-        usual = statistics.median_low(seconds) if seconds else math.nan
+        least, usual = (min(seconds), statistics.median(seconds)) if seconds else (math.nan, math.nan)
         bound = math.inf if self.partial is None else self.partial.limit
-        own = torch.tensor([[samples, usual, bound]], dtype=torch.float64, device=group_device(None))
+        own = torch.tensor([[samples, least, usual, bound]], dtype=torch.float64, device=group_device(None))
         table = own.new_zeros(len(self.shares), own.shape[1])
         self._under_way = (table, dist.all_gather_into_tensor(table, own, async_op=True))
 
@@ -132,18 +139,19 @@ class AutoShares(BatchShares):
         table, work = self._under_way
         self._under_way = None
         work.wait()
-        samples, seconds, bounds = zip(*table.tolist(), strict=True)
+        samples, least, usual, bounds = zip(*table.tolist(), strict=True)
         counts = [int(count) for count in samples]
-        # Ranks may have measured other batches while shares changed.
-        if not all(map(math.isfinite, seconds)) or min(counts) < 1 or sum(counts) != self._total:
+        # Batches that were drawn before the last change tell nothing new, and ranks may have measured different ones.
+        expected = self.changes[-1][1] if self.changes else tuple(counts)
+        if tuple(counts) != expected or sum(counts) != self._total or not all(map(math.isfinite, least)):
             return
-        best = self._balancer.record(counts, seconds, bounds)
+        best = self._balancer.record(counts, Window(least, usual), bounds)
         if best is not None:
             self._change(tuple(best))
 
     def _change(self, counts: tuple[int, ...]) -> None:
         """Take other shares from the first batch that no rank has drawn."""
-        assert self._sampler is not None
+        assert isinstance(self._sampler, SharedBatchSampler)
         number, batch = self._sampler.position
         # The largest of negated numbers is the negated least, so one all-reduce does for both.
         places = torch.tensor([number, -number, batch], dtype=torch.int64, device=group_device(None))

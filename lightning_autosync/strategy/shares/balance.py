@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 AT_ONCE = 1.25
-"""Shares change after one window of times, if the slowest rank would then be so many times as fast."""
+"""Shares change after two windows of times, if the slowest rank would then be so many times as fast."""
 WORTHWHILE = 1.05
-"""The same after `_WINDOWS` windows of times."""
-_WINDOWS = 3
+"""The same after `_LEAST` windows of times or more, as soon as noise does not explain the gain."""
+_LEAST = 3
+_MOST = 8
+"""Number of windows that are kept."""
+_SURE = 3.0
+"""Number of standard deviations of the noise that a gain has to exceed."""
 _APART = 0.25
 """Relative difference of two numbers of samples whose times tell the cost of a sample from that of a batch."""
 
@@ -81,6 +85,19 @@ def balance(lines: Sequence[Line], total: int, bounds: Sequence[float]) -> list[
     return parts
 
 
+@dataclass(frozen=True)
+class Window:
+    """Seconds of each rank for its part of a batch, without waiting for others, over some passes.
+
+    Attributes:
+        least: the least. Disturbances only add to times, so a rank whose least is long has become slow.
+        usual: the median.
+    """
+
+    least: Sequence[float]
+    usual: Sequence[float]
+
+
 class Balancer:
     """Decides when shares change, and to what.
 
@@ -93,53 +110,75 @@ class Balancer:
     def __init__(self) -> None:
         self.lines: list[Line] = []
         self._counts: tuple[int, ...] = ()
-        self._recent: deque[Sequence[float]] = deque(maxlen=_WINDOWS)
+        self._recent: deque[Window] = deque(maxlen=_MOST)
 
-    def record(self, counts: Sequence[int], seconds: Sequence[float], bounds: Sequence[float]) -> list[int] | None:
+    def record(self, counts: Sequence[int], window: Window, bounds: Sequence[float]) -> list[int] | None:
         """Record what batches took.
 
         Args:
             counts: samples of each rank in these batches.
-            seconds: seconds of each rank for its part, without waiting for others.
+            window: seconds of each rank.
             bounds: as for `balance`.
 
         Returns:
             The new samples of each rank; None if the present ones are good enough.
         """
+        begins = not self.lines
         if tuple(counts) != self._counts:
-            self._begin(tuple(counts), seconds)
-        self._recent.append(seconds)
-        self.lines = self._through(seconds)
-        best = self._better(bounds, AT_ONCE)
-        if best is None and len(self._recent) == _WINDOWS:
-            self.lines = self._through(self._settled())
-            best = self._better(bounds, WORTHWHILE)
-        return best
+            self._begin(tuple(counts), window)
+        self._recent.append(window)
+        newest = list(self._recent)[-2:]
+        best = self._best([min(own) for own in zip(*(each.least for each in newest), strict=True)], bounds)
+        if any(count > bound for count, bound in zip(self._counts, bounds, strict=True)):
+            return None if best == list(counts) else best
+        # Any shares are as good as equal ones in the beginning, so one window is enough there.
+        earlier = self._usual()[:-2]
+        if (begins or len(newest) == 2) and self._gain(best) > max(AT_ONCE, 1.0 + _SURE * _noise(earlier)):
+            return best
+        if len(self._recent) < _LEAST:
+            return None
+        usual = self._usual()
+        best = self._best([statistics.median(own) for own in zip(*usual, strict=True)], bounds)
+        error = _noise(usual) / math.sqrt(len(usual))
+        return best if self._gain(best) > max(WORTHWHILE, 1.0 + _SURE * error) else None
 
-    def _begin(self, counts: tuple[int, ...], seconds: Sequence[float]) -> None:
+    def _usual(self) -> list[Sequence[float]]:
+        """Usual seconds of each rank, by window."""
+        return [each.usual for each in self._recent]
+
+    def _begin(self, counts: tuple[int, ...], window: Window) -> None:
         """Begin to record other counts: the times with the old ones tell what a sample costs."""
         before: list[tuple[int, float] | None] = [None] * len(counts)
         if self.lines:
             before = [(old, line.seconds(old)) for old, line in zip(self._counts, self.lines, strict=True)]
-        self.lines = [fit_line(*each) for each in zip(counts, seconds, before, strict=True)]
+        self.lines = [fit_line(*each) for each in zip(counts, window.least, before, strict=True)]
         self._counts = counts
         self._recent.clear()
 
-    def _settled(self) -> list[float]:
-        return [statistics.median(own) for own in zip(*self._recent, strict=True)]
+    def _best(self, seconds: Sequence[float], bounds: Sequence[float]) -> list[int]:
+        """The best counts if ranks need so many ``seconds`` for the present ones; `lines` are then those of ranks."""
+        measured = zip(self.lines, self._counts, seconds, strict=True)
+        self.lines = [line.through(count, own) for line, count, own in measured]
+        return balance(self.lines, sum(self._counts), bounds)
 
-    def _through(self, seconds: Sequence[float]) -> list[Line]:
-        return [line.through(*each) for line, *each in zip(self.lines, self._counts, seconds, strict=True)]
-
-    def _better(self, bounds: Sequence[float], threshold: float) -> list[int] | None:
-        """Other counts, if they make the slowest rank faster by ``threshold``, or if memory demands them."""
-        best = balance(self.lines, sum(self._counts), bounds)
-        if tuple(best) == self._counts:
-            return None
-        if any(count > bound for count, bound in zip(self._counts, bounds, strict=True)):
-            return best
+    def _gain(self, best: Sequence[int]) -> float:
+        """How many times as fast the slowest rank would be with other counts."""
         now, then = (
             max(line.seconds(part) for line, part in zip(self.lines, parts, strict=True))
             for parts in (self._counts, best)
         )
-        return best if now > threshold * then else None
+        return now / then
+
+
+def _noise(windows: Sequence[Sequence[float]]) -> float:
+    """The largest relative standard deviation of the times of a rank; 0 for fewer than three windows.
+
+    It is that of a normal distribution with this median of deviations, which a few slow windows do not change.
+    """
+    if len(windows) < _LEAST:
+        return 0.0
+    found = 0.0
+    for own in zip(*windows, strict=True):
+        middle = statistics.median(own)
+        found = max(found, 1.4826 * statistics.median(abs(each - middle) for each in own) / middle)
+    return found

@@ -10,21 +10,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT, Cut, Shares, divide, divide_batch
-from lightning_autosync.strategy.shares.losses import check_loss
+from lightning_autosync.strategy.shares.losses import check_loss, loss_weight_of
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import GlobalBatches, GlobalOrder, Position, SharedBatchSampler
+from lightning_autosync.strategy.shares.streams import GlobalStream, StreamBatches, cut_stream
 
 _CUTTABLE = (
     "allowed: a DataLoader of a map-style data set with batch_size, shuffle or a sampler, to which Lightning gives its "
     "distributed sampler (use_distributed_sampler=True); or batch_sampler=GlobalBatches(...), with "
-    "use_distributed_sampler=False"
+    "use_distributed_sampler=False; or a GlobalStream with drop_last=True"
 )
+
+
+BatchCutter = SharedBatchSampler | StreamBatches
 
 
 class BatchShares:
@@ -44,10 +49,10 @@ class BatchShares:
     def __init__(self, shares: Shares, rank: int) -> None:
         self.shares = shares
         self.rank = rank
-        self._passes = 0
         self.cut: Cut | None = None
         self.partial: PartialSteps | None = None
-        self._sampler: SharedBatchSampler | None = None
+        self._passes = 0
+        self._sampler: BatchCutter | None = None
         self._weight: float | None = None
         self._loss_sum: tuple[float, Tensor, dist.Work] | None = None
         self._batch: Any = None
@@ -55,7 +60,7 @@ class BatchShares:
 
     # Data
 
-    def cut_loader(self, loader: object) -> SharedBatchSampler:
+    def cut_loader(self, loader: object) -> BatchCutter:
         """Let ``loader`` load this rank's parts of global batches.
 
         A global batch has as many samples as the loader's batches on all ranks.
@@ -66,21 +71,31 @@ class BatchShares:
         Raises:
             PlanError: the loader cannot be cut, or a rank would get no sample of a full batch.
         """
-        sampler = SharedBatchSampler(*self._global_batches(loader))
+        sampler: BatchCutter
+        if isinstance(loader, DataLoader) and isinstance(loader.dataset, GlobalStream):
+            sampler = self._cut_stream(loader)
+        else:
+            sampler = SharedBatchSampler(*self._global_batches(loader))
         # DataLoader refuses to set this attribute, and only the user's code knows how to make another one.
         object.__setattr__(loader, "batch_sampler", sampler)
         self._sampler = sampler
         return sampler
+
+    def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
+        assert loader.batch_size is not None
+        return cut_stream(loader, divide_batch(loader.batch_size * len(self.shares), self.shares), self.rank)
 
     def _global_batches(self, loader: object) -> tuple[GlobalOrder | GlobalBatches, BatchShares, int | None]:
         if not isinstance(loader, DataLoader):
             raise PlanError(f"batch_shares: a {type(loader).__name__} cannot be cut; {_CUTTABLE}")
         if isinstance(loader.dataset, IterableDataset):
             raise PlanError(
-                f"batch_shares: {type(loader.dataset).__name__} is an IterableDataset, whose samples cannot be dealt "
-                f"out by number; {_CUTTABLE}"
+                f"batch_shares: {type(loader.dataset).__name__} is an IterableDataset, and may yield other "
+                f"samples on other ranks; {_CUTTABLE}"
             )
-        batches = loader.batch_sampler
+        batches: Any = loader.batch_sampler  # a GlobalBatches is no sampler of torch's
+        if isinstance(batches, SharedBatchSampler):  # this loader was cut for an earlier training
+            return batches.batches, self, batches.size
         if isinstance(batches, GlobalBatches):
             return batches, self, None
         if type(batches) is not BatchSampler:
@@ -91,33 +106,37 @@ class BatchShares:
                 f"batch_shares: a {type(batches.sampler).__name__} does not say which samples other ranks draw; "
                 f"{_CUTTABLE}"
             )
-        samples, total = len(batches.sampler.dataset), batches.batch_size * len(self.shares)  # type: ignore[attr-defined]
-        divide_batch(total, self.shares)
+        sampler: Any = batches.sampler
+        samples, total = len(sampler.dataset), batches.batch_size * len(self.shares)
+        parts = divide_batch(total, self.shares)
         if samples < (total if batches.drop_last else len(self.shares)):
             raise PlanError(
                 f"batch_shares: there are {samples} samples for {len(self.shares)} ranks"
                 + (f" and global batches of {total} (drop_last=True)" if batches.drop_last else "")
                 + "; use more samples or fewer ranks"
             )
-        return GlobalOrder(batches.sampler, total, batches.drop_last), self, total
+        rank_zero_info(f"AutoSync: ranks compute {', '.join(map(str, parts))} of the {total} samples of a global batch")
+        return GlobalOrder(sampler, total, batches.drop_last), self, total
 
     def begin_pass(self) -> int:
+        """See `Dealer`."""
         self._passes += 1
         return self._passes
 
     def counts(self, position: Position, total: int) -> Sequence[int]:
+        """See `Dealer`."""
         return divide(total, self.shares)
 
     # Steps
 
-    def begin_batch(self, batch: Any, sampler: SharedBatchSampler | None = None) -> None:
+    def begin_batch(self, batch: Any, sampler: BatchCutter | None = None) -> None:
         """Begin to compute the next batch of a loader.
 
         Args:
             batch: the batch, for the module's ``loss_weight``.
             sampler: the sampler of the loader; None: of the loader that was cut last.
         """
-        sampler = sampler or self._sampler
+        self._sampler = sampler = self._sampler if sampler is None else sampler
         if sampler is None:
             raise PlanError(f"batch_shares: the training data are in no loader that AutoSync cuts; {_CUTTABLE}")
         self.cut, self._batch = sampler.take(), batch
@@ -129,7 +148,7 @@ class BatchShares:
         Raises:
             PlanError: the weight is not a number of at least 0.
         """
-        loss_weight = getattr(module, LOSS_WEIGHT, None)
+        loss_weight = loss_weight_of(module)
         if loss_weight is None or self.cut is None or self._weight is not None or self._loss_sum is not None:
             return
         own = float(loss_weight(self._batch)) if self.cut.samples else 0.0
@@ -197,7 +216,7 @@ class BatchShares:
         Raises:
             PlanError: see `check_loss`.
         """
-        if not self._checked and not hasattr(module, LOSS_WEIGHT):
+        if not self._checked and loss_weight_of(module) is None:
             check_loss(output)
         self._checked = True
         return output
@@ -215,9 +234,15 @@ class BatchShares:
         return nullcontext()
 
 
+def is_global(loader: DataLoader[Any]) -> bool:
+    """Whether the user has marked the data of a loader as those of all ranks."""
+    own = isinstance(getattr(loader, "batch_sampler", None), GlobalBatches)
+    return own or isinstance(getattr(loader, "dataset", None), GlobalStream)
+
+
 def is_distributed(loader: DataLoader[Any]) -> bool:
     """Whether the sampler of a loader draws the samples of one rank, in a way that is known here."""
-    sampler = getattr(loader.batch_sampler, "sampler", None)
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     # Either framework has its own class of the second name.
     known = type(sampler) is DistributedSampler or type(sampler).__name__ == "DistributedSamplerWrapper"
     return known and isinstance(sampler, DistributedSampler)

@@ -1,12 +1,12 @@
-"""Losses that are sums, for which weights by samples are wrong."""
+"""Losses for which weights by samples are wrong: means over something else, and sums."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT
@@ -18,6 +18,11 @@ _TRANSPARENT = ("AddBackward", "NegBackward", "ToCopyBackward", "CloneBackward",
 _ADVICE = (
     f"batch shares need the mean over samples, or {LOSS_WEIGHT}(batch) of the module with the number of terms of a mean"
 )
+
+
+def loss_weight_of(module: nn.Module) -> Callable[[Any], Any] | None:
+    """The method of a module that counts the terms of its loss; None if its class has none."""
+    return getattr(module, LOSS_WEIGHT) if callable(getattr(type(module), LOSS_WEIGHT, None)) else None
 
 
 def check_loss(output: Any) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autosync.strategy.first_batch import silent
-from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT
+from lightning_autosync.strategy.shares.losses import loss_weight_of
 
 _PLAIN = (str, bytes, int, float, type(None))
 _ON_CPU = "can't allocate memory"
@@ -48,7 +50,8 @@ class PartialSteps:
     Args:
         module: the user's module.
         accumulate: a context in which backward passes only accumulate gradients.
-        arrived: whether the gradient of a parameter has been accumulated in the present backward pass.
+        track: begins to track whose gradients arrive.
+        arrived: whether the gradient of a parameter has been accumulated since then.
 
     Attributes:
         limit: most samples for which memory suffices; infinite as long as it always did.
@@ -58,9 +61,10 @@ class PartialSteps:
         self,
         module: nn.Module,
         accumulate: Callable[[], AbstractContextManager[None]],
+        track: Callable[[], None],
         arrived: Callable[[nn.Parameter], bool],
     ) -> None:
-        self._module, self._accumulate, self._arrived = module, accumulate, arrived
+        self._module, self._accumulate, self._track, self._arrived = module, accumulate, track, arrived
         self.limit = math.inf
         self._step: _Step | None = None
 
@@ -88,7 +92,7 @@ class PartialSteps:
             try:
                 output = whole()
             except Exception as error:
-                if not _can_divide(step, samples, error):
+                if not _can_divide(batch, samples, error):
                     raise
                 self._shrink(samples, error)
             else:
@@ -108,28 +112,84 @@ class PartialSteps:
         if step is None:
             run(loss)
             return
+        left = [each for each in self._module.parameters() if each.requires_grad]
         if not step.divided:
             try:
+                self._track()
                 run(loss)
             except Exception as error:
-                if not _can_divide(step, step.samples, error):
-                    raise
-                self._shrink(step.samples, error)
+                left = self._after(error, step.batch, step.samples, left)
             else:
                 return
-            for tensor in (loss, step.loss):  # what the graph keeps for the backward pass
-                if tensor is not None:
-                    with suppress(RuntimeError):  # a view keeps it
-                        tensor.detach_()
-        self._backward_in_parts(step, run, factor)
+            _free(loss, step.loss)
+        self._in_parts(partial(self._run, step.compute, run), step.batch, step.samples, factor, left, True)
+
+    def _run(
+        self,
+        compute: Callable[[Any], Any],
+        run: Callable[..., None],
+        part: Any,
+        samples: int,
+        factor: float,
+        left: list[nn.Parameter],
+        final: bool,
+    ) -> None:
+        """Make the passes of a part of a batch; in smaller parts, if memory does not suffice.
+
+        Args:
+            compute: computes the output of a part.
+            run: makes the backward pass of a loss.
+            part: the part.
+            samples: its number of samples.
+            factor: the factor of its loss.
+            left: parameters whose gradients are missing.
+            final: whether it is the last part of the batch, after which gradients are synchronized.
+        """
+        loss = None
+        try:
+            with nullcontext() if final else self._accumulate():
+                with silent(self._module):
+                    loss = _loss(compute(part))
+                assert loss is not None
+                self._track()
+                run(loss * factor, inputs=left)
+        except Exception as error:
+            left = self._after(error, part, samples, left)
+        else:
+            return
+        _free(loss)
+        self._in_parts(partial(self._run, compute, run), part, samples, factor, left, final)
+
+    def _in_parts(
+        self,
+        run: Callable[..., None],
+        batch: Any,
+        samples: int,
+        factor: float,
+        left: list[nn.Parameter],
+        final: bool,
+    ) -> None:
+        parts = self._parts(batch, samples)
+        for number, (part, length, share) in enumerate(parts):
+            run(part, length, share * factor, left, final and number + 1 == len(parts))
+
+    def _after(self, error: BaseException, batch: Any, samples: int, left: list[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that got no gradient in a backward pass that failed; raises errors that smaller parts keep.
+
+        Gradients that the pass accumulated are those of the whole ``batch``.
+        """
+        if not _can_divide(batch, samples, error):
+            raise error
+        self._shrink(samples, error)
+        return [each for each in left if not self._arrived(each)]
 
     def _forward_in_parts(self, step: _Step) -> Any:
         """The output of a step, without its graph; metrics are logged once, for the last part."""
         while True:
-            parts = self._parts(step)
+            parts = self._parts(step.batch, step.samples)
             total, output = torch.zeros(()), None
             try:
-                for number, (part, share) in enumerate(parts):
+                for number, (part, _, share) in enumerate(parts):
                     with ExitStack() as stack:
                         stack.enter_context(torch.no_grad())
                         if number + 1 < len(parts):
@@ -142,7 +202,7 @@ class PartialSteps:
                     total = total.to(loss.device) + share * loss.detach()
             except Exception as error:
                 size = int(min(self.limit, step.samples))
-                if not _can_divide(step, size, error):
+                if size < 2 or not _can_divide(step.batch, step.samples, error):
                     raise
                 self._shrink(size, error)
                 continue
@@ -150,49 +210,46 @@ class PartialSteps:
             total = total.requires_grad_()
             return {**output, "loss": total} if isinstance(output, Mapping) else total
 
-    def _backward_in_parts(self, step: _Step, run: Callable[..., None], factor: float) -> None:
-        # Gradients that a failed pass has accumulated are those of the whole batch.
-        left = [each for each in self._module.parameters() if each.requires_grad and not self._arrived(each)]
-        parts = self._parts(step)
-        for number, (part, share) in enumerate(parts):
-            with ExitStack() as stack:
-                if number + 1 < len(parts):
-                    stack.enter_context(self._accumulate())
-                with silent(self._module):
-                    loss = _loss(step.compute(part))
-                assert loss is not None
-                run(loss * (share * factor), inputs=left)
-
     def _shrink(self, samples: int, error: BaseException) -> None:
         """Let batches have at most half as many samples."""
         self.limit = samples // 2
-        rank_zero_warn(
-            f"AutoSync: memory does not suffice for {samples} samples ({type(error).__name__}: {error}). This rank "
-            f"computes at most {self.limit} at once, and gets a smaller share of the next batches"
+        warnings.warn(
+            f"AutoSync: rank {dist.get_rank()} has no memory for {samples} samples ({type(error).__name__}: {error}). "
+            f"It computes at most {self.limit} at once, and gets a smaller share of the next batches",
+            stacklevel=2,
         )
         error.__traceback__ = None  # its frames keep what the failed pass allocated
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
-    def _parts(self, step: _Step) -> list[tuple[Any, float]]:
-        """The parts of a batch, and their shares in its loss."""
-        size = int(min(self.limit, step.samples))
-        begins = range(0, step.samples, size)
-        parts = [cut(step.batch, step.samples, slice(begin, begin + size)) for begin in begins]
-        lengths = [min(size, step.samples - begin) for begin in begins]
-        weigh = getattr(self._module, LOSS_WEIGHT, None)
+    def _parts(self, batch: Any, samples: int) -> list[tuple[Any, int, float]]:
+        """The parts of a batch, their numbers of samples, and their shares in its loss."""
+        size = int(min(self.limit, samples))
+        begins = range(0, samples, size)
+        parts = [cut(batch, samples, slice(begin, begin + size)) for begin in begins]
+        lengths = [min(size, samples - begin) for begin in begins]
+        weigh = loss_weight_of(self._module)
         weights = lengths if weigh is None else [float(weigh(part)) for part in parts]
-        return [(part, weight / (sum(weights) or 1.0)) for part, weight in zip(parts, weights, strict=True)]
+        whole = sum(weights) or 1.0
+        return [(part, own, weight / whole) for part, own, weight in zip(parts, lengths, weights, strict=True)]
 
 
-def _can_divide(step: _Step, size: int, error: BaseException) -> bool:
-    """Whether smaller parts than of ``size`` samples may help against ``error``."""
-    if size < 2 or not is_memory_error(error):
+def _can_divide(batch: Any, samples: int, error: BaseException) -> bool:
+    """Whether smaller parts of a batch may help against ``error``."""
+    if samples < 2 or not is_memory_error(error):
         return False
     with suppress(_IndivisibleError):
-        cut(step.batch, step.samples, slice(0, 1))
+        cut(batch, samples, slice(0, 1))
         return True
     return False
+
+
+def _free(*losses: Tensor | None) -> None:
+    """Free what the graphs of losses keep for the backward pass."""
+    for loss in losses:
+        if loss is not None:
+            with suppress(RuntimeError):  # a view keeps it
+                loss.detach_()
 
 
 class _IndivisibleError(Exception):

@@ -94,10 +94,14 @@ class SharedBatchSampler(Sampler[list[int]]):
         batches: global batches of indices, the same on all ranks; it can be iterated over once for each pass.
         dealer: says how batches are cut.
         size: number of samples in a full global batch; None: each batch is full, whatever its size.
+
+    Attributes:
+        batches: the global batches.
+        size: number of samples in a full one.
     """
 
     def __init__(self, batches: GlobalOrder | GlobalBatches, dealer: Dealer, size: int | None) -> None:
-        self._batches, self._dealer, self._size = batches, dealer, size
+        self.batches, self.size, self._dealer = batches, size, dealer
         self.sampler = batches.sampler  # Lightning calls its `set_epoch`
         self._cuts: deque[Cut] = deque()
         self._position: Position = (-1, 0)
@@ -108,19 +112,20 @@ class SharedBatchSampler(Sampler[list[int]]):
         return self._position
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
         # A pass begins when its first batch is drawn: data loaders make iterators that they do not use.
         number = self._dealer.begin_pass()
-        self._cuts = cuts = deque()
+        cuts: deque[Cut] = deque()
+        self._cuts = cuts
         self._position = (number, 0)
-        batches: Iterable[Sequence[int]] = self._batches
+        batches: Iterable[Sequence[int]] = self.batches
         if isinstance(batches, GlobalBatches):
             batches = _agreed(batches)
         rank = self._dealer.rank
         for index, batch in enumerate(batches):
-            counts = self._dealer.counts((number, index), self._size or len(batch))
+            counts = self._dealer.counts((number, index), self.size or len(batch))
             if len(batch) != sum(counts):
                 counts = divide(len(batch), counts)
             start = sum(counts[:rank])

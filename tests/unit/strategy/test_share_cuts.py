@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, builders
+from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, GlobalStream, builders
 from lightning_autosync.errors import PlanError
-from lightning_autosync.strategy.shares.auto import open_shares
+from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.shares.cuts import divide, read_shares
 
@@ -100,6 +100,7 @@ def distributed(samples: int, batch_size: int, drop_last: bool = False) -> DataL
     [
         ([1, 2, 3], "a list cannot be cut"),
         (DataLoader(Stream(), 2), "Stream is an IterableDataset"),
+        (DataLoader(GlobalStream(Stream()), 4), "a GlobalStream needs DataLoader(drop_last=True)"),
         (DataLoader(range(8), batch_size=None), "a DataLoader without automatic batches cannot be cut"),
         (DataLoader(range(8), batch_sampler=Own(SequentialSampler(range(8)), 2, False)), "a Own cannot be cut"),
         (DataLoader(range(8), 2), "a SequentialSampler does not say which samples other ranks draw"),
@@ -125,3 +126,15 @@ def test_all_ranks_have_the_same_number_of_batches(drop_last: bool, batches: int
         assert [max(cut.samples, 1) for cut in cuts] == list(map(len, drawn))
         seen += [int(number) for batch, cut in zip(drawn, cuts, strict=True) for number in batch[: cut.samples]]
     assert len(seen) == len(set(seen)) == (60 if drop_last else 62)
+
+
+def test_a_loader_can_be_cut_again() -> None:
+    loader = distributed(24, 4)
+    for shares in ((1.0, 2.0, 3.0), (3.0, 2.0, 1.0)):
+        BatchShares(shares, 0).cut_loader(loader)
+        assert [len(batch) for batch in loader] == [2 * shares[0]] * 2
+
+
+def test_shares_of_a_stream_cannot_follow_speeds() -> None:
+    with pytest.raises(PlanError, match=r"^batch_shares='auto': the shares of a GlobalStream cannot change"):
+        AutoShares(0, 3, torch.device("cpu")).cut_loader(DataLoader(GlobalStream(Stream()), 4, drop_last=True))
