@@ -99,6 +99,7 @@ class Engine:
         self.on_change: Callable[[], None] | None = None
         self.on_pass: Callable[[], None] | None = None
         self.on_backward: Callable[[], None] | None = None
+        self.on_launch: Callable[[], None] | None = None
         self.before_pass: Callable[[], None] | None = None
         self._unended = False
         self._change_seen = False

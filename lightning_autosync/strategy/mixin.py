@@ -314,12 +314,13 @@ class AutoSyncMixin(_Base):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Like ``Strategy.backward``, but gradients are synchronized before ``on_after_backward`` runs."""
         assert self._replica is not None
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
 
         def run(loss: Tensor, **also: Any) -> None:
-            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs, **also)
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs, **also)
 
         with self._replica.backward(self._scaler):
             if self._shares is None or self._shares.partial is None:
@@ -327,7 +328,7 @@ class AutoSyncMixin(_Base):
             else:
                 scale = self._scaler.get_scale() if self._scaler is not None and self._scaler.is_enabled() else 1.0
                 self._shares.partial.backward(run, closure_loss, scale / self._trainer.accumulate_grad_batches)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 

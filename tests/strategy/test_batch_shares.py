@@ -25,7 +25,7 @@ def test_fabric_equals_one_process(quartet, plain_backward: bool) -> None:
         assert found["distance"] < 1e-6 < 0.1 < found["moved"]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stream_that_all_ranks_read_is_cut(quartet, workers: int) -> None:
     for found in quartet.run(share_jobs.samples_by_epoch, sampler="stream", workers=workers):
         assert found == [list(range(80))] * 2
@@ -55,7 +55,9 @@ def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet) ->
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"begin": 25}, {"begin": 30, "workers": 2}, {"begin": 9, "fabric": True}], ids=str
+    "arguments",
+    [{"begin": 25}, pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow), {"begin": 9, "fabric": True}],
+    ids=str,
 )
 def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, arguments: dict[str, int]) -> None:
     for found in quartet.run(share_jobs.slows_down, **arguments):

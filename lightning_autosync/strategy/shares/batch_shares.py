@@ -106,7 +106,8 @@ class BatchShares:
                 f"batch_shares: a {type(batches.sampler).__name__} does not say which samples other ranks draw; "
                 f"{_CUTTABLE}"
             )
-        samples, total = len(batches.sampler.dataset), batches.batch_size * len(self.shares)
+        sampler: Any = batches.sampler
+        samples, total = len(sampler.dataset), batches.batch_size * len(self.shares)
         parts = divide_batch(total, self.shares)
         if samples < (total if batches.drop_last else len(self.shares)):
             raise PlanError(
@@ -115,7 +116,7 @@ class BatchShares:
                 + "; use more samples or fewer ranks"
             )
         rank_zero_info(f"AutoSync: ranks compute {', '.join(map(str, parts))} of the {total} samples of a global batch")
-        return GlobalOrder(batches.sampler, total, batches.drop_last), self, total
+        return GlobalOrder(sampler, total, batches.drop_last), self, total
 
     def begin_pass(self) -> int:
         """See `Dealer`."""
