@@ -137,6 +137,10 @@ def test_ranks_wait_for_a_search_that_takes_longer_than_their_timeout(duo) -> No
     assert one["plans"]
 
 
+def test_garbage_of_planning_is_collected_before_the_first_step(duo) -> None:
+    assert duo.run(tuning_jobs.collections) == [1, 1]
+
+
 def test_a_described_rate_that_is_far_from_the_link_is_told_on_the_first_rank(duo) -> None:
     told, silent = duo.run(tuning_jobs.far_rates)
     assert len(told) == 2

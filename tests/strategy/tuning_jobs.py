@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partialmethod
 from itertools import count
 from random import Random
 from typing import Any
@@ -32,6 +34,7 @@ from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.tuning import job_tuning, live, proposals
 from lightning_autosync.strategy.tuning.contest import Contest
 from lightning_autosync.strategy.tuning.drift import DriftWatch
+from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.pass_times import PassTimes
 from lightning_autosync.strategy.tuning.proposals import JobLinks, Proposals
@@ -282,6 +285,23 @@ def slow_search() -> dict[str, Any]:
     with mock.patch.object(proposals, "rank_plans", search_long):
         found, fault = proposals.propose(workload, links, settings, group)
     return {"fault": fault, "plans": [] if found is None else [each.plan.fingerprint for each in found.plans]}
+
+
+def collections() -> int:
+    """Number of full garbage collections between the choice of a job's plan and its first step."""
+    counts, start, begin = list[int](), JobTuning.start, LiveTuner.__init__
+
+    def note(self: Any, *arguments: Any, method: Any) -> Any:
+        counts.append(gc.get_stats()[2]["collections"])
+        return method(self, *arguments)
+
+    with (
+        mock.patch.object(JobTuning, "start", partialmethod(note, method=start)),
+        mock.patch.object(LiveTuner, "__init__", partialmethod(note, method=begin)),
+    ):
+        jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), max_epochs=1)
+    before, after = counts
+    return after - before
 
 
 def far_rates() -> list[str]:
