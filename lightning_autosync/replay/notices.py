@@ -45,8 +45,9 @@ def queues_of_notices(network: NetworkArrays, way: int) -> list[list[Queue]]:
     sources = numpy.arange(ranks)
     targets = (sources + way) % ranks
     network.find_routes(numpy.unique(numpy.concatenate([sources * ranks + targets, targets * ranks + sources])))
-    there = [_shaped(network, source, target) for source, target in zip(sources, targets, strict=True)]
-    back = [_shaped(network, target, source) for source, target in zip(sources, targets, strict=True)]
+    pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
+    there = [_shaped(network, source, target) for source, target in pairs]
+    back = [_shaped(network, target, source) for source, target in pairs]
     busy = numpy.zeros(len(network.capacities))
     for channels in there:
         busy[channels] += 1 / network.capacities[channels]
