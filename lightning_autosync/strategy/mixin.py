@@ -40,6 +40,7 @@ from lightning_autosync.strategy.settings import (
 from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
 from lightning_autosync.strategy.shares.batch_shares import BatchShares, check_step
 from lightning_autosync.strategy.shares.cuts import SharesArgument
+from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.trainer import (
     EndOfTraining,
     ErrorReport,
@@ -318,19 +319,26 @@ class AutoSyncMixin(_Base):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-
-        def run(loss: Tensor, **also: Any) -> None:
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs, **also)
-
         with self._replica.backward(self._scaler):
-            if self._shares is None or self._shares.partial is None:
-                run(closure_loss)
+            if self._shares is not None and self._shares.partial is not None:
+                self._backward_in_parts(self._shares.partial, closure_loss, optimizer, *args, **kwargs)
             else:
-                scale = self._scaler.get_scale() if self._scaler is not None and self._scaler.is_enabled() else 1.0
-                self._shares.partial.backward(run, closure_loss, scale / self._trainer.accumulate_grad_batches)
+                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _backward_in_parts(
+        self, partial: PartialSteps, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """The backward pass of a step that may be divided, because memory may not suffice for its batch."""
+
+        def run(part: Tensor, **also: Any) -> None:
+            assert self.lightning_module is not None
+            self.precision_plugin.backward(part, self.lightning_module, optimizer, *args, **kwargs, **also)
+
+        scale = self._scaler.get_scale() if self._scaler is not None and self._scaler.is_enabled() else 1.0
+        partial.backward(run, loss, scale / self._trainer.accumulate_grad_batches)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         assert self._replica is not None

@@ -189,12 +189,6 @@ def _cluster(settings: StrategySettings, nodes: int, devices: int) -> ClusterSpe
             f"cluster '{settings.cluster.name}': it has {settings.cluster.world_size} ranks, but the job has "
             f"{nodes * devices} ({nodes} nodes x {devices} devices)"
         )
-    if nodes == 1 and len(settings.cluster.nodes) > 1 and settings.plan is None:
-        raise ClusterError(
-            f"{settings.cluster_source}: nodes: cluster '{settings.cluster.name}' has {len(settings.cluster.nodes)} "
-            f"nodes, but all {devices} ranks of the job run on one; give the Trainer num_nodes="
-            f"{len(settings.cluster.nodes)} and start it on each node, or leave out the cluster"
-        )
     return settings.cluster
 
 

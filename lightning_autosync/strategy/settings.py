@@ -85,7 +85,6 @@ class StrategySettings:
         source: name of the plan in errors: its file, its builder or ``plan``.
         semantics: the highest allowed level of semantics.
         cluster: the cluster of the job; None if unknown.
-        cluster_source: name of the cluster in errors: its file, or ``cluster``.
         bucket_bytes: bytes of a fused message; None for the builder's own size.
         initial_buffers: whether buffers are rank 0's when training begins.
         broadcast_buffers: whether buffers follow rank 0 during training.
@@ -107,7 +106,6 @@ class StrategySettings:
     source: str = "plan"
     semantics: Semantics = "exact"
     cluster: ClusterSpec | None = None
-    cluster_source: str = "cluster"
     bucket_bytes: int | None = None
     initial_buffers: bool = True
     broadcast_buffers: bool = True
@@ -221,9 +219,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     if found is not None and arguments.get("tuning") not in (None, "auto", "off"):
         raise ValueError("tuning: it has no effect with a plan; remove one of the two arguments")
     size = _bucket_bytes(arguments["bucket_cap_mb"], found)
-    given = arguments["cluster"]
-    file = os.fspath(given) if isinstance(given, str | os.PathLike) and is_path(given) else "cluster"
-    settings = replace(settings, plan=found, source=source, cluster=where, cluster_source=file, bucket_bytes=size)
+    settings = replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size)
     if settings.batch_shares is not None and not settings.scheduled:
         raise ValueError(
             f"batch_shares: ranks do not make their steps together under {source}; allowed with synchronous plans "

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 from torch import nn
 
-from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_time
-from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.builders.default import shards_time
 from lightning_autosync.strategy.choice import choose_plan
@@ -96,18 +91,6 @@ def test_predicted_times_leave_out_tables_whose_rows_are_sent() -> None:
     _, reason = choose_plan(WORKLOAD, star, known=True)
     _, with_table = choose_plan(WORKLOAD.model_copy(update={"variables": (*WORKLOAD.variables, table)}), star, True)
     assert with_table == f"{reason}; touched rows of embeddings are sent in addition"
-
-
-def test_a_cluster_of_two_nodes_is_refused_for_a_job_on_one(tmp_path: Path) -> None:
-    pair = ClusterSpec.uniform(2, bandwidth="1 Gbit/s", name="pair")
-    pair.save(path := tmp_path / "pair.yaml")
-    settings = AutoSyncStrategy(cluster=path)._settings
-    assert resolve(settings, NET, nodes=2, devices=1).cluster == pair
-    words = f"{path}: nodes: cluster 'pair' has 2 nodes, but all 2 ranks of the job run on one; give the Trainer "
-    with pytest.raises(ClusterError, match=re.escape(words)):
-        resolve(settings, NET, nodes=1, devices=2)
-    with pytest.raises(ClusterError, match="cluster: nodes: cluster 'pair' has 2 nodes"):
-        resolve(AutoSyncStrategy(cluster=pair)._settings, NET, nodes=1, devices=2)
 
 
 def test_bucket_size_is_passed_on() -> None:
