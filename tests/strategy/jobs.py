@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,28 +53,11 @@ def make_trainer(strategy: Any, plugins: tuple[Any, ...] = (), **arguments: Any)
     return Trainer(accelerator="cpu", plugins=list(plugins), strategy=strategy, **arguments)
 
 
-@contextlib.contextmanager
-def on_hosts_of(strategy: Any) -> Iterator[dict[str, int]]:
-    """A context in which each rank counts as a host, if the strategy has a cluster of several, and no plan.
-
-    Yields:
-        Arguments of the Trainer.
-    """
-    settings = getattr(strategy, "_settings", None)
-    cluster = None if settings is None or settings.plan is not None else settings.cluster
-    if cluster is None or len(cluster.nodes) == 1:
-        yield {}
-        return
-    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}):
-        yield {"num_nodes": len(cluster.nodes), "devices": 1}
-
-
 def fit(model: str, strategy: Any, plugins: tuple[Any, ...] = (), **arguments: Any) -> Any:
     """The trained module; its weights start the same in every call."""
     seed_everything(3)
     module = getattr(models, model)()
-    with on_hosts_of(strategy) as hosts:
-        make_trainer(strategy, plugins, **{**hosts, **arguments}).fit(module)
+    make_trainer(strategy, plugins, **arguments).fit(module)
     return module
 
 
@@ -412,8 +394,7 @@ def other_framework() -> float:
 
 
 def make_fabric(strategy: Any, **arguments: Any) -> Fabric:
-    arguments = {"devices": 2, **arguments}
-    fabric = Fabric(accelerator="cpu", strategy=strategy, plugins=[TorchElasticEnvironment()], **arguments)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()], **arguments)
     fabric.launch()
     return fabric
 

@@ -18,7 +18,6 @@ import jobs
 import models
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -161,11 +160,7 @@ def fabric() -> dict[str, Any]:
 
 
 def _train_with_fabric(strategy: Any) -> nn.Module:
-    with jobs.on_hosts_of(strategy) as hosts:
-        return _train(jobs.make_fabric(strategy, **hosts))
-
-
-def _train(fabric: Fabric) -> nn.Module:
+    fabric = jobs.make_fabric(strategy)
     torch.manual_seed(3)
     module = models.Plain()
     wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
