@@ -258,6 +258,11 @@ class AutoSyncMixin(_Base):
             if isinstance(self._shares, AutoShares) and self._trainer.lightning_module.automatic_optimization:
                 self._shares.allow_parts(self._trainer.lightning_module, self._replica)
 
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch is None and self._shares is not None and self._trainer.training:
+            self._shares.skip_batch()  # Lightning passes over it, and calls no other hook
+        return super().batch_to_device(batch, *args, **kwargs)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self._replica is not None
@@ -350,9 +355,11 @@ class AutoSyncMixin(_Base):
             count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
             return bool(count == dist.get_world_size()) if all else bool(count)
 
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         with self._collective("all_gather", each_step=True):
-            return super().all_gather(*args, **kwargs)
+            if self._shares is not None:
+                self._shares.check_gather(tensor, group)
+            return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         with self._collective("a barrier"):
@@ -365,7 +372,7 @@ class AutoSyncMixin(_Base):
     def _collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
         """The context of a collective call; see `Replica.collective`."""
         if self._shares is not None:  # with exact replicas, which need no other context
-            return self._shares.waiting()
+            return self._shares.collective(what)
         return nullcontext() if self._replica is None else self._replica.collective(what, each_step)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
