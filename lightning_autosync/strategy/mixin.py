@@ -37,8 +37,8 @@ from lightning_autosync.strategy.settings import (
     names_class,
     read_settings,
 )
-from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
-from lightning_autosync.strategy.shares.batch_shares import BatchShares, check_step
+from lightning_autosync.strategy.shares.auto import open_shares
+from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.shares.cuts import SharesArgument
 from lightning_autosync.strategy.trainer import (
     EndOfTraining,
@@ -254,9 +254,7 @@ class AutoSyncMixin(_Base):
         self._replica.start_training(self.optimizers, self._scaler)
         if self._shares is not None:
             check_one_loader(self._trainer)
-            check_step(self._trainer.lightning_module)
-            if isinstance(self._shares, AutoShares) and self._trainer.lightning_module.automatic_optimization:
-                self._shares.allow_parts(self._trainer.lightning_module, self._replica)
+            self._shares.begin_training(self._trainer.lightning_module, self._replica)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch is None and self._shares is not None and self._trainer.training:
@@ -285,15 +283,13 @@ class AutoSyncMixin(_Base):
         """The output of ``whole``, a step on ``batch``, which may be computed in parts."""
         model, module = self.model, self.lightning_module
         assert module is not None
-        if shares.partial is None or shares.cut is None or not isinstance(model, SynchronizedModule):
-            return shares.checked(whole(), module)
+        assert isinstance(model, SynchronizedModule)
 
         def compute(part: Any) -> Any:
             with self.precision_plugin.train_step_context():
                 return module.training_step(part, *args, **kwargs)
 
-        samples = max(1, shares.cut.samples)
-        return shares.checked(shares.partial.forward(whole, compute, model._before_forward, batch, samples), module)
+        return shares.checked(shares.output(whole, compute, model._before_forward, batch), module)
 
     def leave_meeting(self) -> None:
         """Begin an epoch of training on this rank."""

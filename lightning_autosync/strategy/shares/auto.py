@@ -67,16 +67,13 @@ class AutoShares(BatchShares):
                 return counts if sum(counts) == total else divide(total, counts)
         return divide(total, (1.0,) * len(self.shares))
 
-    def allow_parts(self, module: nn.Module, replica: Any) -> None:
-        """Let steps for which memory does not suffice be computed in parts.
+    def begin_training(self, module: nn.Module, replica: Any) -> None:
+        """See `BatchShares`; steps of automatic optimization for which memory does not suffice may be divided.
 
         A `SyncBatchNorm` communicates in each forward pass, so steps with one are not divided.
-
-        Args:
-            module: the user's module, with automatic optimization.
-            replica: its `ExactReplica`.
         """
-        if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        super().begin_training(module, replica)
+        if not module.automatic_optimization or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
             return
         self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
 

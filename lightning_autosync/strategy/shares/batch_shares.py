@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +150,18 @@ class BatchShares:
 
     # Steps
 
+    def begin_training(self, module: nn.Module, replica: Any) -> None:
+        """Begin training under a Trainer.
+
+        Args:
+            module: the user's module.
+            replica: its `ExactReplica`.
+
+        Raises:
+            PlanError: see `check_step`.
+        """
+        check_step(module)
+
     def begin_batch(self, batch: Any, sampler: BatchCutter | None = None) -> None:
         """Begin to compute the next batch of a loader.
 
@@ -230,6 +242,14 @@ class BatchShares:
             yield
         finally:
             self._in_step = False
+
+    def output(
+        self, whole: Callable[[], Any], compute: Callable[[Any], Any], prepare: Callable[[], None], batch: Any
+    ) -> Any:
+        """The output of a ``training_step`` on ``batch``; for the arguments, see `PartialSteps.forward`."""
+        if self.partial is None or self.cut is None:
+            return whole()
+        return self.partial.forward(whole, compute, prepare, batch, max(1, self.cut.samples))
 
     def weigh(self, value: Any, operation: Any) -> Any:
         """What this rank gives to a reduction, so that a mean over ranks within a step is the mean over samples.

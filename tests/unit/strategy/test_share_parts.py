@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_autosync.engine import engine
@@ -134,9 +135,18 @@ def test_a_pass_that_ended_beside_a_gradient_is_not_repeated(where: str) -> None
         partial.backward(run, loss, 1.0)
 
 
-def test_steps_with_synchronized_batch_norm_are_not_divided() -> None:
-    shares, replica = AutoShares(0, 2, torch.device("cpu")), mock.Mock()
-    shares.allow_parts(nn.Sequential(nn.SyncBatchNorm(3)), replica)
-    assert shares.partial is None
-    shares.allow_parts(nn.Sequential(nn.BatchNorm1d(3)), replica)
-    assert shares.partial is not None
+@pytest.mark.parametrize(
+    ("layer", "divides"), [(nn.BatchNorm1d(3), True), (nn.SyncBatchNorm(3), False)], ids=["batch norm", "synchronized"]
+)
+def test_steps_with_synchronized_batch_norm_are_not_divided(layer: nn.Module, divides: bool) -> None:
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def training_step(self, batch: Any) -> None:
+            pass
+
+    shares = AutoShares(0, 2, torch.device("cpu"))
+    shares.begin_training(Module(), mock.Mock())
+    assert (shares.partial is not None) == divides
