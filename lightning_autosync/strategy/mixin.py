@@ -275,21 +275,10 @@ class AutoSyncMixin(_Base):
         with self._replica.training_step(args):
             if self._shares is None:
                 return super().training_step(*args, **kwargs)
-            whole = partial(super().training_step, *args, **kwargs)
-            with self._shares.step(self._trainer.lightning_module):
-                return self._shared_step(self._shares, whole, *args, **kwargs)
-
-    def _shared_step(self, shares: BatchShares, whole: Callable[[], Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The output of ``whole``, a step on ``batch``, which may be computed in parts."""
-        model, module = self.model, self.lightning_module
-        assert module is not None
-        assert isinstance(model, SynchronizedModule)
-
-        def compute(part: Any) -> Any:
-            with self.precision_plugin.train_step_context():
-                return module.training_step(part, *args, **kwargs)
-
-        return shares.checked(shares.output(whole, compute, model._before_forward, batch), module)
+            assert isinstance(self.model, SynchronizedModule)
+            whole, prepare = partial(super().training_step, *args, **kwargs), self.model._before_forward
+            precision, module = self.precision_plugin.train_step_context, self._trainer.lightning_module
+            return self._shares.training_step(module, whole, prepare, precision, *args, **kwargs)
 
     def leave_meeting(self) -> None:
         """Begin an epoch of training on this rank."""

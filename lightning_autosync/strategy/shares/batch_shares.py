@@ -243,13 +243,40 @@ class BatchShares:
         finally:
             self._in_step = False
 
-    def output(
-        self, whole: Callable[[], Any], compute: Callable[[Any], Any], prepare: Callable[[], None], batch: Any
+    def training_step(
+        self,
+        module: Any,
+        whole: Callable[[], Any],
+        prepare: Callable[[], None],
+        precision: Callable[[], AbstractContextManager[Any]],
+        batch: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """The output of a ``training_step`` on ``batch``; for the arguments, see `PartialSteps.forward`."""
-        if self.partial is None or self.cut is None:
-            return whole()
-        return self.partial.forward(whole, compute, prepare, batch, max(1, self.cut.samples))
+        """The output of a step on ``batch``, which may be computed in parts.
+
+        Args:
+            module: the user's module.
+            whole: computes the output of the batch.
+            prepare: does what ``whole`` does on all ranks together, before a batch that is computed in parts.
+            precision: the context in which the module computes a part.
+            batch: the batch.
+            *args: other arguments of the module's ``training_step``.
+            **kwargs: the same, by name.
+
+        Raises:
+            PlanError: see `check_loss`.
+        """
+
+        def compute(part: Any) -> Any:
+            with precision():
+                return module.training_step(part, *args, **kwargs)
+
+        with self.step(module):
+            if self.partial is None or self.cut is None:
+                return self.checked(whole(), module)
+            samples = max(1, self.cut.samples)
+            return self.checked(self.partial.forward(whole, compute, prepare, batch, samples), module)
 
     def weigh(self, value: Any, operation: Any) -> Any:
         """What this rank gives to a reduction, so that a mean over ranks within a step is the mean over samples.
