@@ -27,6 +27,7 @@ from lightning_autosync.strategy.overlap import defer_steps_of, make_overlap
 from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
+from lightning_autosync.strategy.shares.losses import loss_weight_of
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
@@ -91,7 +92,14 @@ class ExactReplica(Replica):
     def share(self, shares: BatchShares) -> None:
         """Let gradients count in the mean over ranks by the weights of batches; call it before the first pass."""
         self._shares, self.scale = shares, GradientScale(lambda: shares.weight)
-        self.scale.follow(self._planned.values())
+        shares.needs_batches = shares.needs_batches or loss_weight_of(self._module) is not None
+        self._follow_gradients()
+
+    def _follow_gradients(self) -> None:
+        """Let `scale` follow all parameters, also frozen ones, which may train from a micro-batch without a plan on."""
+        if self.scale is not None:
+            every = variable_names(self._module, also={*self._module.parameters(), *self._planned.values()})
+            self.scale.follow(own for _, own in every if own.is_floating_point() or own.is_complex())
 
     @property
     def module(self) -> nn.Module:
@@ -177,13 +185,17 @@ class ExactReplica(Replica):
         Passes without a change cost nothing. Not collective: ranks may make different numbers of forward passes.
         """
         engine = self._engine
-        if engine is None or not engine.enabled:
+        if engine is None or not (engine.enabled or self.scale is not None):
             return
-        engine.changed = self._parameters.changed()
-        if engine.changed and not self._covers():
+        changed = self._parameters.changed()
+        renews = changed and not self._covers()
+        if renews:  # also before a micro-batch that only accumulates, whose gradients count by its weight too
+            self._follow_gradients()
+        if not engine.enabled:
+            return
+        engine.changed = changed
+        if renews:
             engine.renew_hooks(parameter for _, parameter in variable_names(self._module))
-            if self.scale is not None:
-                self.scale.follow(self._current().values())
 
     def end_training(self) -> None:
         """Check at the end of training that weights are equal on all ranks; collective.
@@ -344,8 +356,7 @@ class ExactReplica(Replica):
         self._planned = self._current()
         self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         self._weights.choose(self._planned)
-        if self.scale is not None:
-            self.scale.follow(self._planned.values())
+        self._follow_gradients()
         return self._tuning.start(self._open, self._use)
 
     def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:

@@ -147,10 +147,11 @@ class AutoSyncFabricStrategy(DDPStrategy):
         return FabricModule(module, replica, getattr(self.precision, "scaler", None), self._shares)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        # A loader without a distributed sampler is the user's own: one for validation on a single rank, for example.
-        if self._shares is None or not (is_global(dataloader) or is_distributed(dataloader)):
+        if self._shares is None:
             return dataloader
-        return SharedLoader(dataloader, self._shares.cut_loader(dataloader), self._shares)
+        # A loader without a distributed sampler is the user's own: one for validation on a single rank, for example.
+        cuts = is_global(dataloader) or is_distributed(dataloader)
+        return SharedLoader(dataloader, self._shares.cut_loader(dataloader) if cuts else None, self._shares)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         optimizer = super().setup_optimizer(optimizer)
@@ -210,23 +211,44 @@ class AutoSyncFabricStrategy(DDPStrategy):
 class SharedLoader:
     """A data loader that tells the shares of the job when it returns a batch. Its attributes are the data loader's.
 
+    A pass over it may interrupt one over another loader, in an evaluation for example. When it ends, gradients belong
+    to the other loader's batch again.
+
     Args:
-        loader: a data loader whose batches are cut.
-        sampler: its sampler.
+        loader: a data loader.
+        sampler: its sampler, which cuts its batches; None if it is not cut.
         shares: the shares of the job.
     """
 
-    def __init__(self, loader: Any, sampler: BatchCutter, shares: BatchShares) -> None:
+    def __init__(self, loader: Any, sampler: BatchCutter | None, shares: BatchShares) -> None:
         self.__dict__.update(vars(loader))  # Fabric copies them to the loader that users see
-        self._own, self._own_sampler, self._own_shares = loader, sampler, shares
+        self._own, self._own_sampler, self._own_shares, self._own_passes = loader, sampler, shares, 0
 
     def __len__(self) -> int:
         return len(self._own)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._own:
-            self._own_shares.begin_batch(batch, self._own_sampler)
-            yield batch
+        shares = self._own_shares
+        interrupted, latest = shares.present if shares.open_passes else None, None
+        self._own_passes = number = self._own_passes + 1
+        shares.open_passes += 1
+        try:
+            for batch in self._own:
+                if self._own_sampler is None:
+                    shares.begin_uncut_batch()
+                elif number == self._own_passes:
+                    shares.begin_batch(batch, self._own_sampler)
+                else:
+                    raise PlanError(
+                        "batch_shares: a second pass over a data loader began before this one ended; end a pass "
+                        "before the next one, or use two data loaders"
+                    )
+                latest = shares.present
+                yield batch
+        finally:
+            shares.open_passes -= 1
+            if interrupted is not None and shares.present is latest:
+                shares.resume(interrupted)
 
 
 class _AccumulationControl:

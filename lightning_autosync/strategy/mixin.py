@@ -37,8 +37,8 @@ from lightning_autosync.strategy.settings import (
     names_class,
     read_settings,
 )
-from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
-from lightning_autosync.strategy.shares.batch_shares import BatchShares, check_step
+from lightning_autosync.strategy.shares.auto import open_shares
+from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.shares.cuts import SharesArgument
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.trainer import (
@@ -255,9 +255,12 @@ class AutoSyncMixin(_Base):
         self._replica.start_training(self.optimizers, self._scaler)
         if self._shares is not None:
             check_one_loader(self._trainer)
-            check_step(self._trainer.lightning_module)
-            if isinstance(self._shares, AutoShares) and self._trainer.lightning_module.automatic_optimization:
-                self._shares.allow_parts(self._trainer.lightning_module, self._replica)
+            self._shares.begin_training(self._trainer.lightning_module, self._replica)
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch is None and self._shares is not None and self._trainer.training:
+            self._shares.skip_batch()  # Lightning passes over it, and calls no other hook
+        return super().batch_to_device(batch, *args, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -273,23 +276,10 @@ class AutoSyncMixin(_Base):
         with self._replica.training_step(args):
             if self._shares is None:
                 return super().training_step(*args, **kwargs)
-            whole = partial(super().training_step, *args, **kwargs)
-            with self._shares.step(self._trainer.lightning_module):
-                return self._shared_step(self._shares, whole, *args, **kwargs)
-
-    def _shared_step(self, shares: BatchShares, whole: Callable[[], Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The output of ``whole``, a step on ``batch``, which may be computed in parts."""
-        model, module = self.model, self.lightning_module
-        assert module is not None
-        if shares.partial is None or shares.cut is None or not isinstance(model, SynchronizedModule):
-            return shares.checked(whole(), module)
-
-        def compute(part: Any) -> Any:
-            with self.precision_plugin.train_step_context():
-                return module.training_step(part, *args, **kwargs)
-
-        samples = max(1, shares.cut.samples)
-        return shares.checked(shares.partial.forward(whole, compute, model._before_forward, batch, samples), module)
+            assert isinstance(self.model, SynchronizedModule)
+            whole, prepare = partial(super().training_step, *args, **kwargs), self.model._before_forward
+            precision, module = self.precision_plugin.train_step_context, self._trainer.lightning_module
+            return self._shares.training_step(module, whole, prepare, precision, *args, **kwargs)
 
     def leave_meeting(self) -> None:
         """Begin an epoch of training on this rank."""
@@ -358,9 +348,11 @@ class AutoSyncMixin(_Base):
             count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
             return bool(count == dist.get_world_size()) if all else bool(count)
 
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         with self._collective("all_gather", each_step=True):
-            return super().all_gather(*args, **kwargs)
+            if self._shares is not None:
+                self._shares.check_gather(tensor, group)
+            return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         with self._collective("a barrier"):
@@ -373,7 +365,7 @@ class AutoSyncMixin(_Base):
     def _collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
         """The context of a collective call; see `Replica.collective`."""
         if self._shares is not None:  # with exact replicas, which need no other context
-            return self._shares.waiting()
+            return self._shares.collective(what)
         return nullcontext() if self._replica is None else self._replica.collective(what, each_step)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -205,8 +205,8 @@ def check_one_loader(trainer: Any) -> None:
     Raises:
         PlanError: there are several loaders.
     """
-    loaders = trainer.train_dataloader
-    if isinstance(loaders, dict | list | tuple) and len(loaders) > 1:
+    loaders = trainer.fit_loop._combined_loader.flattened
+    if len(loaders) > 1:
         raise PlanError(f"train_dataloader: {len(loaders)} loaders at once are not supported; use one")
 
 

@@ -28,6 +28,7 @@ from lightning_autosync import AutoSyncFabricStrategy, ClusterSpec, GlobalBatche
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares import auto
+from lightning_autosync.strategy.shares.batch_shares import BatchShares
 
 FEATURES, CLASSES = 6, 3
 SHARES = (1, 1, 2, 4)
@@ -129,14 +130,17 @@ def fit(module: Any, framework: str = "lightning.pytorch", strategy: Any = None,
     return trainer
 
 
-def one_process(epochs: int, accumulate: int, clip: float, samples: int = SAMPLES, ignored: int = -100) -> nn.Module:
-    """The model of one process that computes global batches."""
+def one_process(
+    epochs: int, accumulate: int, clip: float, samples: int = SAMPLES, ignored: int = -100, thaws: int = 0
+) -> nn.Module:
+    """The model of one process that computes global batches; its first layer trains from batch ``thaws`` on."""
     data, model = Numbered(samples), network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(epochs):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
         batches = order.split(16)
         for index, batch in enumerate(batches):
+            model[0].requires_grad_(index >= thaws or epoch > 0)  # type: ignore[index]
             loss = F.cross_entropy(model(data.inputs[batch]), data.labels[batch], ignore_index=ignored)
             (loss / accumulate).backward()
             if (index + 1) % accumulate == 0 or index + 1 == len(batches):
@@ -224,6 +228,39 @@ def means_over_terms() -> float:
     type(module).loss_weight = lambda _, batch: (batch[2] != 0).sum()
     fit(module, max_epochs=3, accumulate_grad_batches=2)
     return distance(module.network, one_process(3, 2, 1e9, ignored=0))
+
+
+def thaws_while_gradients_accumulate() -> dict[str, float]:
+    """The distance from one process of a model whose first layer trains from the third batch on."""
+    module = make_module()
+    module.network[0].requires_grad_(False)
+    module.on_train_batch_start = lambda _, index: module.network[0].requires_grad_(index >= 2) and None
+    fit(module, max_epochs=1, accumulate_grad_batches=2)
+    reference = one_process(1, 2, 1e9, thaws=2)
+    return {"distance": distance(module.network, reference), "moved": distance(reference[0], network()[0])}  # type: ignore[index]
+
+
+def gathers_within_a_step() -> str:
+    """The error for an all-gather of tensors with one entry for each sample."""
+    module = make_module()
+    module.compute = lambda _, samples: module.all_gather(torch.zeros(samples))
+    try:
+        fit(module, max_epochs=1)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def batch_samplers_of_different_lengths() -> str:
+    """The error for a batch sampler that has one batch more on rank 0."""
+    batches = BatchSampler(SequentialSampler(range(17 if dist.get_rank() == 0 else 16)), 16, drop_last=False)
+    loader = DataLoader(Numbered(), batch_sampler=GlobalBatches(batches))
+    BatchShares((1.0,) * dist.get_world_size(), dist.get_rank()).cut_loader(loader)
+    try:
+        list(loader)
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 class Clock:

@@ -77,3 +77,18 @@ def test_a_rank_without_memory_computes_in_parts_and_gets_a_smaller_share(quarte
 
 def test_speeds_are_those_of_a_single_module(quartet) -> None:
     assert quartet.run(share_jobs.second_module)[0].startswith("batch_shares='auto': a batch is timed for one module")
+
+
+def test_parameters_that_begin_to_train_within_an_accumulation_are_weighted(quartet) -> None:
+    for found in quartet.run(share_jobs.thaws_while_gradients_accumulate):
+        assert found["distance"] < 1e-6 < 0.001 < found["moved"]
+
+
+def test_unequal_tensors_are_not_gathered_within_a_step(quartet) -> None:
+    for found in quartet.run(share_jobs.gathers_within_a_step):
+        assert found.startswith("batch_shares: training_step gathers tensors with 2 to 8 elements")
+
+
+def test_batch_samplers_have_the_same_length_on_all_ranks(quartet) -> None:
+    for found in quartet.run(share_jobs.batch_samplers_of_different_lengths):
+        assert found.startswith("batch_shares: the batch sampler in GlobalBatches has 1 to 2 batches")

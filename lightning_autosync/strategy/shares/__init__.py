@@ -2,5 +2,5 @@
 
 Rank i computes b_i of the B samples of a global batch, and its gradient counts n b_i / B times in the mean over n
 ranks, which is then the mean over samples. `BatchShares` holds the shares of one job. `sampler` cuts batches,
-`balance` computes shares from measured times, and `control` changes them while a job trains.
+`balance` computes shares from measured times, and `auto` changes them while a job trains.
 """

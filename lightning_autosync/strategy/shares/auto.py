@@ -19,7 +19,7 @@ from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.shares.balance import Balancer, Window
-from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares
+from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, PresentBatch
 from lightning_autosync.strategy.shares.cuts import Shares, check_length, divide
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
@@ -67,13 +67,14 @@ class AutoShares(BatchShares):
                 return counts if sum(counts) == total else divide(total, counts)
         return divide(total, (1.0,) * len(self.shares))
 
-    def allow_parts(self, module: nn.Module, replica: Any) -> None:
-        """Let steps for which memory does not suffice be computed in parts.
+    def begin_training(self, module: nn.Module, replica: Any) -> None:
+        """See `BatchShares`; steps of automatic optimization for which memory does not suffice may be divided.
 
-        Args:
-            module: the user's module, with automatic optimization.
-            replica: its `ExactReplica`.
+        A `SyncBatchNorm` communicates in each forward pass, so steps with one are not divided.
         """
+        super().begin_training(module, replica)
+        if not module.automatic_optimization or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+            return
         self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
 
     def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
@@ -87,6 +88,10 @@ class AutoShares(BatchShares):
     def begin_batch(self, batch: Any, sampler: BatchCutter | None = None) -> None:
         super().begin_batch(batch, sampler)
         self._begun = self._now()
+
+    def resume(self, batch: PresentBatch) -> None:
+        super().resume(batch)
+        self._begun = math.nan  # the interruption was no part of the batch
 
     def end_backward(self) -> None:
         self._busy = self._now() - self._begun
@@ -102,7 +107,9 @@ class AutoShares(BatchShares):
     def _keep(self) -> None:
         """Keep the time of a pass whose batch was as large as others, but not of the first pass, which allocates."""
         self._begun = now()
-        if self.cut is None or self._passes_done == 1:
+        if self.cut is None or self._passes_done == 1 or math.isnan(self._busy):
+            return
+        if self.cut.total < self.cut.ranks:  # a rank without samples computes one of another rank's
             return
         self._total = self._total or self.cut.total
         if self.cut.total == self._total:
@@ -151,8 +158,8 @@ class AutoShares(BatchShares):
 
     def _change(self, counts: tuple[int, ...]) -> None:
         """Take other shares from the first batch that no rank has drawn."""
-        assert isinstance(self._sampler, SharedBatchSampler)
-        number, batch = self._sampler.position
+        assert isinstance(self.present.sampler, SharedBatchSampler)
+        number, batch = self.present.sampler.position
         # The largest of negated numbers is the negated least, so one all-reduce does for both.
         places = torch.tensor([number, -number, batch], dtype=torch.int64, device=group_device(None))
         dist.all_reduce(places, dist.ReduceOp.MAX)

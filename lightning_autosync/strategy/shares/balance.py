@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+AT_FIRST = 2.0
+"""Shares change after the first window, which may be a single pass, if the slowest rank would then be so many times as
+fast. Less may be noise: the slowest of eight ranks with an exponential noise of 20 % is 1.4 times as slow as usual."""
 AT_ONCE = 1.25
 """Shares change after two windows of times, if the slowest rank would then be so many times as fast."""
 WORTHWHILE = 1.05
@@ -98,6 +101,29 @@ class Window:
     usual: Sequence[float]
 
 
+class Noise:
+    """How much the times of ranks vary from window to window, also before the last change of shares."""
+
+    def __init__(self) -> None:
+        self._steps: list[deque[float]] = []
+
+    def record(self, before: Sequence[float], now: Sequence[float]) -> None:
+        """Record the seconds of each rank in two windows in a row, with the same numbers of samples."""
+        self._steps = self._steps or [deque(maxlen=_MOST) for _ in now]
+        for steps, one, other in zip(self._steps, before, now, strict=True):
+            steps.append(2.0 * abs(other - one) / (other + one))
+
+    def deviation(self) -> float:
+        """The relative standard deviation of a window, of all ranks together or of the noisiest one; 0 at first.
+
+        It is that of a normal distribution with this median of differences, which a few slow windows do not change.
+        A single rank counts for itself only after `_LEAST` differences, of which one may be a true change.
+        """
+        pooled = [step for steps in self._steps for step in steps]
+        groups = [pooled, *(steps for steps in self._steps if len(steps) >= _LEAST)]
+        return max((1.4826 / math.sqrt(2.0) * statistics.median(group) for group in groups if group), default=0.0)
+
+
 class Balancer:
     """Decides when shares change, and to what.
 
@@ -111,6 +137,7 @@ class Balancer:
         self.lines: list[Line] = []
         self._counts: tuple[int, ...] = ()
         self._recent: deque[Window] = deque(maxlen=_MOST)
+        self._noise = Noise()
 
     def record(self, counts: Sequence[int], window: Window, bounds: Sequence[float]) -> list[int] | None:
         """Record what batches took.
@@ -126,25 +153,24 @@ class Balancer:
         begins = not self.lines
         if tuple(counts) != self._counts:
             self._begin(tuple(counts), window)
+        elif self._recent:
+            self._noise.record(self._recent[-1].usual, window.usual)
         self._recent.append(window)
         newest = list(self._recent)[-2:]
-        best = self._best([min(own) for own in zip(*(each.least for each in newest), strict=True)], bounds)
-        if any(count > bound for count, bound in zip(self._counts, bounds, strict=True)):
+        best = self._update_lines([min(own) for own in zip(*(each.least for each in newest), strict=True)], bounds)
+        beyond = any(count > bound for count, bound in zip(self._counts, bounds, strict=True))
+        if beyond and sum(bounds) >= sum(counts):
             return None if best == list(counts) else best
-        # Any shares are as good as equal ones in the beginning, so one window is enough there.
-        earlier = self._usual()[:-2]
-        if (begins or len(newest) == 2) and self._gain(best) > max(AT_ONCE, 1.0 + _SURE * _noise(earlier)):
+        # Any shares are as good as equal ones in the beginning, so one window may be enough there.
+        least = AT_FIRST if begins else AT_ONCE
+        if (begins or len(newest) == 2) and self._gain(best) > max(least, 1.0 + _SURE * self._noise.deviation()):
             return best
         if len(self._recent) < _LEAST:
             return None
-        usual = self._usual()
-        best = self._best([statistics.median(own) for own in zip(*usual, strict=True)], bounds)
-        error = _noise(usual) / math.sqrt(len(usual))
+        usual = [each.usual for each in self._recent]
+        best = self._update_lines([statistics.median(own) for own in zip(*usual, strict=True)], bounds)
+        error = self._noise.deviation() / math.sqrt(len(usual))
         return best if self._gain(best) > max(WORTHWHILE, 1.0 + _SURE * error) else None
-
-    def _usual(self) -> list[Sequence[float]]:
-        """Usual seconds of each rank, by window."""
-        return [each.usual for each in self._recent]
 
     def _begin(self, counts: tuple[int, ...], window: Window) -> None:
         """Begin to record other counts: the times with the old ones tell what a sample costs."""
@@ -155,8 +181,8 @@ class Balancer:
         self._counts = counts
         self._recent.clear()
 
-    def _best(self, seconds: Sequence[float], bounds: Sequence[float]) -> list[int]:
-        """The best counts if ranks need so many ``seconds`` for the present ones; `lines` are then those of ranks."""
+    def _update_lines(self, seconds: Sequence[float], bounds: Sequence[float]) -> list[int]:
+        """The best counts if ranks need so many ``seconds`` for the present ones, by which it corrects `lines`."""
         measured = zip(self.lines, self._counts, seconds, strict=True)
         self.lines = [line.through(count, own) for line, count, own in measured]
         return balance(self.lines, sum(self._counts), bounds)
@@ -168,17 +194,3 @@ class Balancer:
             for parts in (self._counts, best)
         )
         return now / then
-
-
-def _noise(windows: Sequence[Sequence[float]]) -> float:
-    """The largest relative standard deviation of the times of a rank; 0 for fewer than three windows.
-
-    It is that of a normal distribution with this median of deviations, which a few slow windows do not change.
-    """
-    if len(windows) < _LEAST:
-        return 0.0
-    found = 0.0
-    for own in zip(*windows, strict=True):
-        middle = statistics.median(own)
-        found = max(found, 1.4826 * statistics.median(abs(each - middle) for each in own) / middle)
-    return found

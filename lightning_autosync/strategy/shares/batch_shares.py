@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,25 @@ _CUTTABLE = (
 BatchCutter = SharedBatchSampler | StreamBatches
 
 
+@dataclass
+class PresentBatch:
+    """The batch that gradients belong to.
+
+    Attributes:
+        cut: how it was cut; None: its loader is not cut, so it has no gradients.
+        sampler: the sampler of its loader; None if the loader is not cut.
+        data: the batch, for the module's ``loss_weight``; None if no module has one, or after it was asked.
+        weight: the factor of its gradients; None before it is known.
+        loss_sum: this rank's ``loss_weight``, and the all-reduce of those of all ranks.
+    """
+
+    cut: Cut | None = None
+    sampler: BatchCutter | None = None
+    data: Any = None
+    weight: float | None = None
+    loss_sum: tuple[float, Tensor, dist.Work] | None = None
+
+
 class BatchShares:
     """Cuts global batches, and knows the weight of this rank's part of the present one.
 
@@ -42,20 +62,21 @@ class BatchShares:
     Attributes:
         shares: the shares of the batches that are cut now.
         rank: this rank.
-        cut: how the present batch was cut; None before the first.
+        present: the present batch.
+        needs_batches: whether a module has a ``loss_weight``, which takes batches.
+        open_passes: number of passes over loaders that have begun and not ended, under Fabric.
         partial: computes steps for which memory does not suffice; None if they end the job.
     """
 
     def __init__(self, shares: Shares, rank: int) -> None:
         self.shares = shares
         self.rank = rank
-        self.cut: Cut | None = None
+        self.present = PresentBatch()
+        self.needs_batches = False
+        self.open_passes = 0
         self.partial: PartialSteps | None = None
         self._passes = 0
         self._sampler: BatchCutter | None = None
-        self._weight: float | None = None
-        self._loss_sum: tuple[float, Tensor, dist.Work] | None = None
-        self._batch: Any = None
         self._in_step = self._checked = False
 
     # Data
@@ -129,6 +150,18 @@ class BatchShares:
 
     # Steps
 
+    def begin_training(self, module: nn.Module, replica: Any) -> None:
+        """Begin training under a Trainer.
+
+        Args:
+            module: the user's module.
+            replica: its `ExactReplica`.
+
+        Raises:
+            PlanError: see `check_step`.
+        """
+        check_step(module)
+
     def begin_batch(self, batch: Any, sampler: BatchCutter | None = None) -> None:
         """Begin to compute the next batch of a loader.
 
@@ -136,11 +169,28 @@ class BatchShares:
             batch: the batch, for the module's ``loss_weight``.
             sampler: the sampler of the loader; None: of the loader that was cut last.
         """
-        self._sampler = sampler = self._sampler if sampler is None else sampler
+        sampler = self._sampler if sampler is None else sampler
         if sampler is None:
             raise PlanError(f"batch_shares: the training data are in no loader that AutoSync cuts; {_CUTTABLE}")
-        self.cut, self._batch = sampler.take(), batch
-        self._weight = self._loss_sum = None
+        self.present = PresentBatch(sampler.take(), sampler, batch if self.needs_batches else None)
+
+    def begin_uncut_batch(self) -> None:
+        """Begin a batch of a loader that is not cut; a gradient of it is an error."""
+        self.present = PresentBatch()
+
+    def skip_batch(self) -> None:
+        """Pass over a batch of the loader that was cut last, which is not computed."""
+        if self._sampler is not None:
+            self._sampler.take()
+
+    def resume(self, batch: PresentBatch) -> None:
+        """Go on with a batch that another loader's batches interrupted, in an evaluation for example."""
+        self.present = batch
+
+    @property
+    def cut(self) -> Cut | None:
+        """How the present batch was cut; None before the first, and if it was not cut."""
+        return self.present.cut
 
     def begin_forward(self, module: nn.Module) -> None:
         """Ask the module for the weight of its loss, if it knows one, once for each batch; collective.
@@ -149,13 +199,15 @@ class BatchShares:
             PlanError: the weight is not a number of at least 0.
         """
         loss_weight = loss_weight_of(module)
-        if loss_weight is None or self.cut is None or self._weight is not None or self._loss_sum is not None:
+        present = self.present
+        if loss_weight is None or present.cut is None or present.weight is not None or present.loss_sum is not None:
             return
-        own = float(loss_weight(self._batch)) if self.cut.samples else 0.0
+        own = float(loss_weight(present.data)) if present.cut.samples else 0.0
+        present.data = None
         if not 0.0 <= own < math.inf:
             raise PlanError(f"{LOSS_WEIGHT}: {own:g} is not a number of at least 0; return how many terms the loss has")
         total = torch.tensor(own, dtype=torch.float64, device=group_device(None))
-        self._loss_sum = own, total, dist.all_reduce(total, async_op=True)
+        present.loss_sum = own, total, dist.all_reduce(total, async_op=True)
 
     @property
     def weight(self) -> float:
@@ -164,19 +216,19 @@ class BatchShares:
         Raises:
             PlanError: there is no batch whose cut is known.
         """
-        if self._weight is None:
-            self._weight = self._find_weight()
-        return self._weight
+        if self.present.weight is None:
+            self.present.weight = self._find_weight(self.present)
+        return self.present.weight
 
-    def _find_weight(self) -> float:
-        if self.cut is None:
+    def _find_weight(self, batch: PresentBatch) -> float:
+        if batch.cut is None:
             raise PlanError(
-                "batch_shares: a gradient arrived before the first batch of a loader that AutoSync cuts; under Fabric, "
-                f"pass the training loader to setup_dataloaders; {_CUTTABLE}"
+                "batch_shares: a gradient arrived, but there is no batch of a loader that AutoSync cuts, or the last "
+                f"batch is of another loader; under Fabric, pass the training loader to setup_dataloaders; {_CUTTABLE}"
             )
-        if self._loss_sum is None:
-            return self.cut.weight
-        own, total, work = self._loss_sum
+        if batch.loss_sum is None:
+            return batch.cut.weight
+        own, total, work = batch.loss_sum
         with self.waiting():
             work.wait()
         return len(self.shares) * own / float(total) if float(total) else 0.0
@@ -191,11 +243,45 @@ class BatchShares:
         finally:
             self._in_step = False
 
+    def training_step(
+        self,
+        module: Any,
+        whole: Callable[[], Any],
+        prepare: Callable[[], None],
+        precision: Callable[[], AbstractContextManager[Any]],
+        batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The output of a step on ``batch``, which may be computed in parts.
+
+        Args:
+            module: the user's module.
+            whole: computes the output of the batch.
+            prepare: does what ``whole`` does on all ranks together, before a batch that is computed in parts.
+            precision: the context in which the module computes a part.
+            batch: the batch.
+            *args: other arguments of the module's ``training_step``.
+            **kwargs: the same, by name.
+
+        Raises:
+            PlanError: see `check_loss`.
+        """
+
+        def compute(part: Any) -> Any:
+            with precision():
+                return module.training_step(part, *args, **kwargs)
+
+        with self.step(module):
+            if self.partial is None or self.cut is None:
+                return self.checked(whole(), module)
+            samples = max(1, self.cut.samples)
+            return self.checked(self.partial.forward(whole, compute, prepare, batch, samples), module)
+
     def weigh(self, value: Any, operation: Any) -> Any:
         """What this rank gives to a reduction, so that a mean over ranks within a step is the mean over samples.
 
-        Lightning divides the mean over ranks of weighted metrics by that of the number of samples, which it rounds
-        down: numbers are equal on all ranks otherwise. So whole numbers are given as fractions.
+        Lightning rounds means of whole numbers down, so they become floats.
 
         Args:
             value: this rank's value.
@@ -228,6 +314,33 @@ class BatchShares:
 
     def end_pass(self) -> None:
         """Called on all ranks after each synchronized pass; collective."""
+
+    def collective(self, what: str) -> AbstractContextManager[None]:
+        """The context of a collective operation of the user's; ``what`` is its name for messages.
+
+        Raises:
+            PlanError: ranks would call it different numbers of times in this step.
+        """
+        if self.partial is not None and self._in_step:
+            self.partial.note_collective(what)
+        return self.waiting()
+
+    def check_gather(self, value: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Refuse to gather tensors of different sizes in a ``training_step``; collective within it.
+
+        Raises:
+            PlanError: (on every rank) ranks have different numbers of elements, because their batches are unequal.
+        """
+        if not self._in_step:
+            return
+        sizes = torch.tensor([value.numel(), -value.numel()], device=group_device(group))
+        dist.all_reduce(sizes, dist.ReduceOp.MAX, group=group)
+        most, least = int(sizes[0]), -int(sizes[1])
+        if most != least:
+            raise PlanError(
+                f"batch_shares: training_step gathers tensors with {least} to {most} elements from ranks with unequal "
+                "batches; gather tensors whose size does not depend on the batch, or do not use batch_shares"
+            )
 
     def waiting(self) -> AbstractContextManager[None]:
         """The context in which this rank waits for others."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_autosync.engine import engine
+from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.first_batch import silent
 from lightning_autosync.strategy.shares.losses import loss_weight_of
+from lightning_autosync.workload.preservation import preserved
 
 _PLAIN = (str, bytes, int, float, type(None))
 _ON_CPU = "can't allocate memory"
@@ -41,11 +43,26 @@ class _Step:
     divided: bool = False
 
 
+@dataclass(frozen=True)
+class _Backward:
+    """How to make the passes of a part: ``compute`` makes its output, and ``run`` the backward pass of a loss."""
+
+    compute: Callable[[Any], Any]
+    run: Callable[..., None]
+
+
+_Part = tuple[Any, int, float]
+"""A part of a batch, its number of samples, and the factor of its loss."""
+
+
 class PartialSteps:
     """Computes steps of automatic optimization in parts, once memory did not suffice for a whole batch.
 
     The forward pass of a step is then made twice: without gradients for the value of the loss, and part by part in the
-    backward pass.
+    backward pass. Buffers count only the second one, and both draw the same random numbers.
+
+    An attempt is not repeated if it has called a collective operation, because ranks would then make different numbers
+    of them, and not if memory ran out within the engine, which may have counted the gradient already.
 
     Args:
         module: the user's module.
@@ -67,6 +84,22 @@ class PartialSteps:
         self._module, self._accumulate, self._track, self._arrived = module, accumulate, track, arrived
         self.limit = math.inf
         self._step: _Step | None = None
+        self._collective = ""
+        self._extra = False
+
+    def note_collective(self, what: str) -> None:
+        """Note that the present attempt calls a collective operation.
+
+        Raises:
+            PlanError: a part of a batch calls it, and other ranks do not call it as often.
+        """
+        if self._extra:
+            raise PlanError(
+                f"batch_shares: training_step calls {what}, but memory suffices for a part of this rank's batch only, "
+                "and ranks would call it different numbers of times; use a smaller batch_size, or log with "
+                "self.log(..., sync_dist=True)"
+            )
+        self._collective = what
 
     def forward(
         self,
@@ -86,19 +119,21 @@ class PartialSteps:
             samples: its number of samples.
         """
         self._step = step = _Step(compute, batch, samples)
+        self._collective = ""
         if samples > self.limit:
             prepare()
         else:
             try:
                 output = whole()
             except Exception as error:
-                if not _can_divide(batch, samples, error):
+                if not self._can_repeat(batch, samples, error):
                     raise
                 self._shrink(samples, error)
             else:
                 step.loss = _loss(output)
                 return output
-        return self._forward_in_parts(step)
+        with preserved(), _restored(list(self._module.buffers())):
+            return self._forward_in_parts(step)
 
     def backward(self, run: Callable[..., None], loss: Tensor, factor: float) -> None:
         """The backward pass of the step.
@@ -112,7 +147,8 @@ class PartialSteps:
         if step is None:
             run(loss)
             return
-        left = [each for each in self._module.parameters() if each.requires_grad]
+        self._collective = ""  # parts log nothing, so they repeat no reduction of a logged value
+        left = self._trained()
         if not step.divided:
             try:
                 self._track()
@@ -122,63 +158,49 @@ class PartialSteps:
             else:
                 return
             _free(loss, step.loss)
-        self._in_parts(partial(self._run, step.compute, run), step.batch, step.samples, factor, left, True)
+        self._in_parts(_Backward(step.compute, run), (step.batch, step.samples, factor), left, True)
 
-    def _run(
-        self,
-        compute: Callable[[Any], Any],
-        run: Callable[..., None],
-        part: Any,
-        samples: int,
-        factor: float,
-        left: list[nn.Parameter],
-        final: bool,
-    ) -> None:
+    def _run(self, passes: _Backward, part: _Part, left: list[nn.Parameter], final: bool) -> None:
         """Make the passes of a part of a batch; in smaller parts, if memory does not suffice.
 
         Args:
-            compute: computes the output of a part.
-            run: makes the backward pass of a loss.
+            passes: how to make them.
             part: the part.
-            samples: its number of samples.
-            factor: the factor of its loss.
             left: parameters whose gradients are missing.
             final: whether it is the last part of the batch, after which gradients are synchronized.
         """
+        batch, samples, factor = part
         loss = None
+        # Reentrant checkpoints refuse `inputs`, so it is given only where it makes a difference.
+        chosen = {} if len(left) == len(self._trained()) else {"inputs": left}
         try:
             with nullcontext() if final else self._accumulate():
-                with silent(self._module):
-                    loss = _loss(compute(part))
+                with self._apart():
+                    loss = _loss(passes.compute(batch))
                 assert loss is not None
                 self._track()
-                run(loss * factor, inputs=left)
+                passes.run(loss * factor, **chosen)
         except Exception as error:
-            left = self._after(error, part, samples, left)
+            left = self._after(error, batch, samples, left)
         else:
             return
         _free(loss)
-        self._in_parts(partial(self._run, compute, run), part, samples, factor, left, final)
+        self._in_parts(passes, part, left, final)
 
-    def _in_parts(
-        self,
-        run: Callable[..., None],
-        batch: Any,
-        samples: int,
-        factor: float,
-        left: list[nn.Parameter],
-        final: bool,
-    ) -> None:
+    def _in_parts(self, passes: _Backward, whole: _Part, left: list[nn.Parameter], final: bool) -> None:
+        batch, samples, factor = whole
         parts = self._parts(batch, samples)
         for number, (part, length, share) in enumerate(parts):
-            run(part, length, share * factor, left, final and number + 1 == len(parts))
+            self._run(passes, (part, length, share * factor), left, final and number + 1 == len(parts))
 
     def _after(self, error: BaseException, batch: Any, samples: int, left: list[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that got no gradient in a backward pass that failed; raises errors that smaller parts keep.
 
         Gradients that the pass accumulated are those of the whole ``batch``.
         """
-        if not _can_divide(batch, samples, error):
+        # Hooks run after the gradient is accumulated, and before it is noted that it arrived.
+        hooked = any(getattr(each, "_post_accumulate_grad_hooks", None) for each in left)
+        if hooked or _within_engine(error) or not self._can_repeat(batch, samples, error):
             raise error
         self._shrink(samples, error)
         return [each for each in left if not self._arrived(each)]
@@ -190,10 +212,7 @@ class PartialSteps:
             total, output = torch.zeros(()), None
             try:
                 for number, (part, _, share) in enumerate(parts):
-                    with ExitStack() as stack:
-                        stack.enter_context(torch.no_grad())
-                        if number + 1 < len(parts):
-                            stack.enter_context(silent(self._module))
+                    with torch.no_grad(), self._apart() if number + 1 < len(parts) else nullcontext():
                         output = step.compute(part)
                     loss = _loss(output)
                     if loss is None:  # the user skips this batch
@@ -202,13 +221,39 @@ class PartialSteps:
                     total = total.to(loss.device) + share * loss.detach()
             except Exception as error:
                 size = int(min(self.limit, step.samples))
-                if size < 2 or not _can_divide(step.batch, step.samples, error):
+                if size < 2 or not self._can_repeat(step.batch, step.samples, error):
                     raise
                 self._shrink(size, error)
                 continue
             step.divided = True
             total = total.requires_grad_()
             return {**output, "loss": total} if isinstance(output, Mapping) else total
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """The context of a part that logs nothing, and calls no collective operation."""
+        self._extra = True
+        try:
+            with silent(self._module):
+                yield
+        finally:
+            self._extra = False
+
+    def _can_repeat(self, batch: Any, samples: int, error: BaseException) -> bool:
+        """Whether this rank may make another attempt, in smaller parts, after ``error``."""
+        if not _can_divide(batch, samples, error):
+            return False
+        if self._collective:
+            warnings.warn(
+                f"AutoSync: rank {dist.get_rank()} has no memory for {samples} samples, and cannot compute them in "
+                f"parts, because training_step has called {self._collective} before memory ran out: ranks would call "
+                "it different numbers of times. Use a smaller batch_size",
+                stacklevel=2,
+            )
+        return not self._collective
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [each for each in self._module.parameters() if each.requires_grad]
 
     def _shrink(self, samples: int, error: BaseException) -> None:
         """Let batches have at most half as many samples."""
@@ -222,8 +267,11 @@ class PartialSteps:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
-    def _parts(self, batch: Any, samples: int) -> list[tuple[Any, int, float]]:
-        """The parts of a batch, their numbers of samples, and their shares in its loss."""
+    def _parts(self, batch: Any, samples: int) -> list[_Part]:
+        """The parts of a batch, their numbers of samples, and their shares in its loss.
+
+        A part without terms is left out: the mean of none is not a number.
+        """
         size = int(min(self.limit, samples))
         begins = range(0, samples, size)
         parts = [cut(batch, samples, slice(begin, begin + size)) for begin in begins]
@@ -231,7 +279,30 @@ class PartialSteps:
         weigh = loss_weight_of(self._module)
         weights = lengths if weigh is None else [float(weigh(part)) for part in parts]
         whole = sum(weights) or 1.0
-        return [(part, own, weight / whole) for part, own, weight in zip(parts, lengths, weights, strict=True)]
+        every = [(part, own, weight / whole) for part, own, weight in zip(parts, lengths, weights, strict=True)]
+        return [part for part in every if part[2]] or every[:1]
+
+
+@contextmanager
+def _restored(buffers: list[Tensor]) -> Iterator[None]:
+    """Restore the values of buffers at the end of the block."""
+    before = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+def _within_engine(error: BaseException) -> bool:
+    """Whether an error was raised while the engine took a gradient that autograd had accumulated."""
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals.get("__name__") == engine.__name__:
+            return True
+        frame = frame.tb_next
+    return False
 
 
 def _can_divide(batch: Any, samples: int, error: BaseException) -> bool:

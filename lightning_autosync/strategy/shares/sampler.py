@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_autosync.engine.collectives import broadcast_tensors, group_device
+from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares.cuts import Cut, divide
 
 Position = tuple[int, int]
@@ -122,6 +123,7 @@ class SharedBatchSampler(Sampler[list[int]]):
         self._position = (number, 0)
         batches: Iterable[Sequence[int]] = self.batches
         if isinstance(batches, GlobalBatches):
+            check_lengths(len(batches))
             batches = _agreed(batches)
         rank = self._dealer.rank
         for index, batch in enumerate(batches):
@@ -136,6 +138,22 @@ class SharedBatchSampler(Sampler[list[int]]):
     def take(self) -> Cut:
         """The cut of the next batch that the data loader returned; call it once for each batch."""
         return self._cuts.popleft()
+
+
+def check_lengths(own: int) -> None:
+    """Refuse batch samplers whose lengths differ, because Lightning ends a rank's pass by its own length; collective.
+
+    Raises:
+        PlanError: (on every rank) they differ.
+    """
+    lengths = torch.tensor([own, -own], dtype=torch.int64, device=group_device(None))
+    dist.all_reduce(lengths, dist.ReduceOp.MAX)
+    most, least = int(lengths[0]), -int(lengths[1])
+    if most != least:
+        raise PlanError(
+            f"batch_shares: the batch sampler in GlobalBatches has {least} to {most} batches, depending on the rank; "
+            "its length has to be the same on all ranks"
+        )
 
 
 def _agreed(batches: Iterable[Sequence[int]]) -> list[list[int]]:

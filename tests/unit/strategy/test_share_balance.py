@@ -93,3 +93,26 @@ def test_memory_demands_a_change_that_does_not_pay() -> None:
     best = balancer.record([16] * 4, window, [8.0, *FREE[1:]])
     assert best is not None
     assert (best[0], sorted(best[1:])) == (8, [18, 19, 19])
+
+
+@pytest.mark.parametrize(("noise", "loss"), [(0.1, 1.01), (0.2, 1.03)])
+def test_noise_changes_few_shares_in_the_first_steps(noise: float, loss: float) -> None:
+    lines = [Line(0.0, 1.0)] * 8
+    longests, changes = [], 0
+    for seed in range(60):
+        drawn, balancer, counts = random.Random(seed), Balancer(), [16] * 8
+        for window in range(20):
+            longests.append(longest(lines, counts))
+            passes = 3 if window else 1
+            times = [[count * (1.0 + noise * drawn.expovariate(1.0)) for _ in range(passes)] for count in counts]
+            found = Window(list(map(min, times)), list(map(statistics.median, times)))
+            best = balancer.record(counts, found, [math.inf] * 8)
+            changes += window == 0 and best is not None
+            counts = best or counts
+    assert changes <= 2
+    assert statistics.fmean(longests) <= 16.0 * loss
+
+
+def test_bounds_that_leave_no_room_demand_no_change() -> None:
+    balancer, window = Balancer(), Window([1.0, 1.02], [1.0, 1.02])
+    assert [balancer.record([32, 32], window, [8.0, 8.0]) for _ in range(5)] == [None] * 5
