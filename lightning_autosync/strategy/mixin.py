@@ -21,6 +21,7 @@ from lightning_autosync.strategy.base import Replica, SynchronizedModule, accumu
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.job import RunningJob
+from lightning_autosync.strategy.overlap import reading_past_failures
 from lightning_autosync.strategy.process_group import begin_alone
 from lightning_autosync.strategy.relaxed import RelaxedReplica
 from lightning_autosync.strategy.settings import (
@@ -434,7 +435,7 @@ class AutoSyncMixin(_Base):
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
         # Parameters without a value after a failure must not hide its cause when the model moves to the CPU.
-        with torch._C.DisableTorchFunctionSubclass():
+        with reading_past_failures(self.lightning_module):
             super().teardown()
 
     def _close_failure_detector(self) -> None:
