@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -113,7 +114,12 @@ class StepOverlap:
             members = self._open.pop(index)
             # The reader may be a forward pass in inference mode, whose tensors could not be used in later steps.
             # Parameters stay marked for other threads until their step is made; this thread reads past the marks.
-            with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with ExitStack() as contexts:
+                if torch._C._functorch.peek_interpreter_stack() is not None:  # a function that torch.func transforms
+                    contexts.enter_context(temporarily_clear_interpreter_stack())
+                contexts.enter_context(torch.inference_mode(False))
+                contexts.enter_context(torch.no_grad())
+                contexts.enter_context(torch._C.DisableTorchFunctionSubclass())
                 try:
                     self._finish(index, members)
                 except BaseException:
@@ -191,7 +197,8 @@ class StepOverlap:
 
     def _end_with_process(self) -> None:
         """Settle at the end of a script, because other ranks need this rank for the sums under way."""
-        if getattr(sys, "last_value", None) is None:  # the error that ended the script
+        error = getattr(sys, "last_value", None)  # that ended the script
+        if error is None and self._failure is None:
             self.settle()
 
     def _begin(self) -> None:

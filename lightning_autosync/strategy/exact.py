@@ -153,7 +153,8 @@ class ExactReplica(Replica):
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
         if self._buffers is not None and self._engine is not None:
-            self._notice_change()
+            if self._buffers.due:
+                self._notice_change()
             with nullcontext() if self._shares is None else self._shares.waiting():
                 self._buffers.before_forward(synchronizes)
 

@@ -121,6 +121,7 @@ READERS: dict[str, Callable[[Job], Any]] = {
     "state of the optimizer": lambda job: job.optimizer.state_dict(),
     "new state of the optimizer": lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict()),
     "another optimizer": lambda job: torch.optim.Adamax(job.module.parameters(), lr=0.0).step(),
+    "a transformed function": lambda job: torch.func.grad(lambda inputs: job.module(inputs).sum())(torch.ones(1, 3)),
     "another thread": lambda job: in_thread(lambda: job.module[0].weight.sum()),
 }
 
