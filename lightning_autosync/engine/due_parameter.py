@@ -4,9 +4,10 @@ PyTorch asks a tensor's class before it runs a function on the tensor, also wher
 ``grad`` or ``data``. A parameter changes its class while something is due for it, so every reader waits for that first:
 modules, callbacks, checkpoints, averages of weights, other optimizers. Other tensors cost nothing.
 
-Two kinds of readers are not seen: those that hold another tensor with the same memory from an earlier step (a view, or
-``parameter.data``), and extensions in C++ that take the tensor without PyTorch's parser of arguments. Modules therefore
-also wait before their forward pass; `StaleReads` finds the rest.
+Some readers are not seen: those that hold another tensor with the same memory from an earlier step (a view, or
+``parameter.data``), extensions in C++ that take the tensor without PyTorch's parser of arguments, and arguments of
+functions that ``torch.func`` transforms. Modules therefore also wait before their forward pass, and `StaleReads` finds
+aliases. docs/overlap.md lists what is left.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 When a backward pass ends, sums may still be on their way. Their parameters are marked as due (see `DueParameter`). The
 optimizer's step leaves them out, and is made for each message when a reader asks for one of its parameters, usually the
-module that comes next in the forward pass. So all readers see the values that they would see without overlap, and
-whatever cannot wait simply does not: a function that reads gradients before the step waits for them.
+module that comes next in the forward pass. So readers see the values that they would see without overlap, and functions
+that need gradients before the step wait for them. docs/overlap.md lists readers that are not seen.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ class StepOverlap:
             with suppress(ExchangeError):  # kept for the readers
                 self.settle()
         finally:
+            if self._open and self._failure is None:
+                self._failure = ExchangeError("parameters have no value: their sums were not awaited before the end")
             atexit.unregister(self._end_with_process)
             self._handle.remove()
             self._checking.close()

@@ -97,7 +97,7 @@ class AutoSyncMixin(_Base):
         overlap: ``step``: gradients travel beside the next forward pass, and the optimizer steps each parameter before
             it is read (see docs/overlap.md). None (default): training waits for gradients at the end of backward.
         overlap_debug: whether to raise an error where memory of a parameter is read past that, by another tensor or by
-            an extension. Slow. Default: False.
+            an extension (not by ``torch.func``). Slow. Default: False.
         timeout: how long ranks wait for each other, in seconds or as a ``timedelta``. Default: 30 minutes.
         accelerator: as in ``DDPStrategy``, like the arguments that are not listed here. ``ddp_comm_hook``,
             ``ddp_comm_state``, ``ddp_comm_wrapper`` and ``model_averaging_period`` are refused: plans state compression
@@ -176,8 +176,8 @@ class AutoSyncMixin(_Base):
     def settle(self) -> None:
         """Complete the parameters whose last step is still due with ``overlap="step"``; not collective.
 
-        Readers of parameters do this by themselves, except those that hold other tensors with the same memory, such as
-        ``parameter.data`` from an earlier step, and code in C++.
+        Readers of parameters do this by themselves, except those that docs/overlap.md lists: ``torch.func``, code in
+        C++, and aliases of weights and gradients that were made in an earlier step.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
