@@ -96,6 +96,11 @@ class BufferBroadcast:
         self._due = True
         self._agreed = _forms(shared_buffers(module))
 
+    @property
+    def due(self) -> bool:
+        """Whether the next forward pass begins with a broadcast."""
+        return self._due and (bool(self._agreed) or any(True for _ in shared_buffers(self._module)))
+
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass, of training and evaluation alike.
 

@@ -4,9 +4,10 @@ PyTorch asks a tensor's class before it runs a function on the tensor, also wher
 ``grad`` or ``data``. A parameter changes its class while something is due for it, so every reader waits for that first:
 modules, callbacks, checkpoints, averages of weights, other optimizers. Other tensors cost nothing.
 
-Two kinds of readers are not seen: those that hold another tensor with the same memory from an earlier step (a view, or
-``parameter.data``), and extensions in C++ that take the tensor without PyTorch's parser of arguments. Modules therefore
-also wait before their forward pass; `StaleReads` finds the rest.
+Some readers are not seen: those that hold another tensor with the same memory from an earlier step (a view, or
+``parameter.data``), extensions in C++ that take the tensor without PyTorch's parser of arguments, and arguments of
+functions that ``torch.func`` transforms. Modules therefore also wait before their forward pass, and `StaleReads` finds
+aliases. docs/overlap.md lists what is left.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class Owner(Protocol):
             ExchangeError: a peer was lost or did not answer in time.
         """
 
+    def defer(self, parameter: nn.Parameter, step: DeferredStep) -> bool:
+        """Let ``step`` be due for a parameter; returns False if it has been completed, so that nothing is due."""
+
     def note_reader(self, reader: str) -> None:
         """Called when gradients are read before a step; ``reader`` is the function, with its file and line."""
 
@@ -51,6 +55,7 @@ class Due:
         step: the optimizer's step that has been called for it; None while only the sum of its gradient is due.
         limit: the ``clip_value`` of a ``clip_grad_value_`` that was called before the step; None if there was none.
         clears: the ``set_to_none`` of a ``zero_grad`` that was called after that step; None if there was none.
+        stepping: whether the step is being made.
     """
 
     owner: Owner
@@ -58,11 +63,35 @@ class Due:
     step: DeferredStep | None = None
     limit: float | None = None
     clears: bool | None = None
+    stepping: bool = False
+
+    def limit_later(self, frame: FrameType) -> bool:
+        """Whether ``clip_grad_value_`` reads the gradient in this frame; it is then clipped when it has come."""
+        caller = _function_of(frame)
+        if caller.f_code is not _LIMITING:
+            return False
+        # Values are clipped one by one, so that the sum may come later.
+        limit = float(caller.f_locals["clip_value"])
+        self.limit = limit if self.limit is None else min(limit, self.limit)
+        return True
+
+    def clear_later(self, frame: FrameType) -> bool:
+        """Whether ``zero_grad`` reads the gradient in this frame; it is then cleared after the step.
+
+        So the usual `step(); zero_grad()` waits for nothing.
+        """
+        if frame.f_code not in _CLEARING:
+            return False
+        self.clears = bool(self.clears or frame.f_locals["set_to_none"])  # a gradient of None stays None
+        return True
 
 
 _descriptor: Any = Tensor.grad
 _GET_GRADIENT = _descriptor.__get__
-_GRADIENT = {_GET_GRADIENT, _descriptor.__set__, _descriptor.__delete__}
+_NEEDS_GRADIENT = {_GET_GRADIENT, _descriptor.__set__, _descriptor.__delete__}
+_NEEDS_GRADIENT |= {_attribute.__set__ for _attribute in cast(Any, (Tensor.requires_grad, Tensor.data))}
+_NEEDS_GRADIENT |= {Tensor.requires_grad_, Tensor.detach_, Tensor.set_}
+"""Functions that read gradients or change what they belong to. Sums are written to parameters as they were."""
 _ATTRIBUTES = (
     "device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_sparse", "itemsize", "layout",
     "nbytes", "ndim", "requires_grad", "shape",
@@ -88,36 +117,29 @@ class DueParameter(nn.Parameter):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        rest = False
-        for parameter in list(_due_in((args, kwargs))):
-            if type(parameter) is not DueParameter:  # it was completed together with an earlier one
-                continue
-            due = parameter._autosync_due
-            if func in _FORM:
-                rest = True
-            elif due.step is None:
-                if func == _GET_GRADIENT and (limit := _limit_of(sys._getframe(1))) is not None:
-                    # Values are clipped one by one, so that the sum may come later.
-                    due.limit = limit if due.limit is None else min(limit, due.limit)
+        found = list(_due_in((args, kwargs)))
+        if func not in _FORM:
+            for parameter in found:
+                due = due_of(parameter)
+                if due is None:  # it was completed together with an earlier one
+                    continue
+                if due.step is not None:
+                    if func == _GET_GRADIENT and due.clear_later(sys._getframe(1)):
+                        return None
+                    due.owner.complete(due.message)
+                elif func == _GET_GRADIENT and due.limit_later(sys._getframe(1)):
                     with torch._C.DisableTorchFunctionSubclass():
                         return parameter.new_empty(0)  # to clip in place of the gradient
-                if func in _GRADIENT:
+                elif func in _NEEDS_GRADIENT:
                     due.owner.note_reader(_reader(sys._getframe(1)))
-                # A function in Python may read other parameters, and calls on parameters must be seen there too.
-                elif not isinstance(func, FunctionType):
-                    rest = True
-                    continue
-                due.owner.complete(due.message)
-            elif func == _GET_GRADIENT and sys._getframe(1).f_code in _CLEARING:
-                # The gradient is cleared after the step, so that the usual `step(); zero_grad()` waits for nothing.
-                due.clears = bool(sys._getframe(1).f_locals["set_to_none"])
-                return None
-            else:
-                due.owner.complete(due.message)
-        if not rest:
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+                    due.owner.complete(due.message)
+                # A function in Python may read gradients, and other classes of tensors must see the call.
+                elif isinstance(func, FunctionType) or any(kind is not cls for kind in types):
+                    due.owner.complete(due.message)
+        if any(due_of(parameter) is not None for parameter in found):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._autosync_due.owner.complete(self._autosync_due.message)
@@ -130,10 +152,11 @@ class DueParameter(nn.Parameter):
 
 def mark(parameter: nn.Parameter, due: Due) -> DueParameter:
     """Let all readers of ``parameter`` wait for what is due."""
-    # `torch.nn.UninitializedParameter` changes its class in the same way.
-    parameter.__class__ = DueParameter
+    # Other threads may read the parameter at the same time, so its class changes when all else is set.
     marked = cast(DueParameter, parameter)
     marked._autosync_due = due
+    # `torch.nn.UninitializedParameter` changes its class in the same way.
+    parameter.__class__ = DueParameter
     return marked
 
 
@@ -141,14 +164,14 @@ def unmark(parameter: Any) -> Due | None:
     """Give ``parameter`` its own class again; returns what was due, None if nothing was."""
     due = due_of(parameter)
     if due is not None:
-        del parameter._autosync_due
         parameter.__class__ = nn.Parameter
+        del parameter._autosync_due
     return due
 
 
 def due_of(parameter: Any) -> Due | None:
     """What is due for a parameter; None if nothing is."""
-    return parameter._autosync_due if type(parameter) is DueParameter else None
+    return vars(parameter).get("_autosync_due") if type(parameter) is DueParameter else None
 
 
 def _due_in(value: Any) -> Iterator[DueParameter]:
@@ -160,12 +183,6 @@ def _due_in(value: Any) -> Iterator[DueParameter]:
     elif isinstance(value, Mapping):
         for part in value.values():
             yield from _due_in(part)
-
-
-def _limit_of(frame: FrameType) -> float | None:
-    """The limit, if ``clip_grad_value_`` reads a gradient in this frame."""
-    caller = _function_of(frame)
-    return float(caller.f_locals["clip_value"]) if caller.f_code is _LIMITING else None
 
 
 def _function_of(frame: FrameType) -> FrameType:

@@ -39,7 +39,9 @@ class StaleReads(TorchDispatchMode):
         start, stop = _place(tensor)
         for (name, parameter), (first, last) in zip(self._parameters, self._places, strict=True):
             due = due_of(parameter)
-            if due is not None and due.step is not None and start < last and first < stop:
+            if due is None or due.step is None or due.stepping:
+                continue
+            if start < last and first < stop:
                 raise ExchangeError(
                     f"{func} uses the memory of parameter '{name}' before the step that is due for it; use the "
                     "parameter itself, or call strategy.settle() first"

@@ -2,43 +2,49 @@
 
 When a backward pass ends, sums may still be on their way. Their parameters are marked as due (see `DueParameter`). The
 optimizer's step leaves them out, and is made for each message when a reader asks for one of its parameters, usually the
-module that comes next in the forward pass. So all readers see the values that they would see without overlap, and
-whatever cannot wait simply does not: a function that reads gradients before the step waits for them.
+module that comes next in the forward pass. So readers see the values that they would see without overlap, and functions
+that need gradients before the step wait for them. docs/overlap.md lists readers that are not seen.
 """
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from threading import RLock
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autosync.engine.due_parameter import Due, due_of, mark, unmark
 from lightning_autosync.engine.engine import Engine
-from lightning_autosync.engine.optimizer_steps import DeferredStep, make_steps, why_whole
+from lightning_autosync.engine.optimizer_steps import (
+    DeferredStep,
+    hooks_would_see_parts,
+    make_steps,
+    part_of,
+    take_over,
+    why_whole,
+)
 from lightning_autosync.engine.stale_reads import StaleReads
 from lightning_autosync.errors import ExchangeError
 
-_taken: WeakKeyDictionary[Optimizer, list[_Taken]] = WeakKeyDictionary()
-"""For an optimizer that steps the parameters that are not due: its groups, without those that are."""
-_deferring: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-_HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
-"""Code that runs the hooks of every optimizer's step."""
+_deferring: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+"""Optimizers whose steps leave out parameters that are due, and the handles of `_before_step`."""
+_TAKEN = "_autosync_taken"
+"""Attribute of a part of an optimizer: a `_Taken` for each of its groups."""
 
 
 class _Taken(NamedTuple):
-    """A group of an optimizer, all its parameters, those of them that are due, and the step to make for these."""
+    """The parameters of a group that are due, and the step to make for them."""
 
-    group: dict[str, Any]
-    parameters: list[nn.Parameter]
     due: list[nn.Parameter]
     step: DeferredStep
 
@@ -59,13 +65,10 @@ class StepOverlap:
         self._open: dict[int, list[nn.Parameter]] = {}
         self._engine: Engine | None = None
         self._failure: ExchangeError | None = None
-        self._released: list[tuple[nn.Parameter, Due]] = []
+        self._released: list[nn.Parameter] = []
         self._on_wait = on_wait
-        self._handles: list[RemovableHandle] = [
-            part.register_forward_pre_hook(_before_forward, prepend=True)
-            for part in module.modules()
-            if part._parameters
-        ]
+        # Hooks of the modules themselves would be saved with them, and would turn off faster paths of evaluation.
+        self._handle: RemovableHandle = register_module_forward_pre_hook(_before_forward)
         self._checking = ExitStack()
         if check_reads:
             self._checking.enter_context(StaleReads(module))
@@ -82,6 +85,9 @@ class StepOverlap:
             self._engine.on_launch = self._engine.before_pass = None
         self._engine = engine
         engine.on_launch, engine.before_pass = self._begin, self.settle
+        # Before the engine's connections are closed, and last of all if it is called again.
+        atexit.unregister(self._end_with_process)
+        atexit.register(self._end_with_process)
 
     def settle(self) -> None:
         """Wait for all sums under way, and make all steps that are due.
@@ -89,37 +95,86 @@ class StepOverlap:
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
         """
-        for index in sorted(self._open):
-            self.complete(index)
+        with self._lock:
+            for index in sorted(self._open):
+                self.complete(index)
 
     def complete(self, index: int) -> None:
-        """See `Owner.complete`."""
+        """See `Owner.complete`. Other threads that read one of the parameters meanwhile wait until this is done."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure  # whatever is due has no value
-            members = self._open.pop(index, None)
-            if members is None:
+            if index not in self._open:
                 return
-            assert self._engine is not None
-            due = _unmark(members)
+            if torch.jit.is_tracing():
+                raise ExchangeError(
+                    "overlap='step': torch.jit.trace would record the optimizer's step that is due; call "
+                    "strategy.settle() before it"
+                )
+            members = self._open.pop(index)
             # The reader may be a forward pass in inference mode, whose tensors could not be used in later steps.
-            with torch.inference_mode(False), torch.no_grad():
+            # Parameters stay marked for other threads until their step is made; this thread reads past the marks.
+            with ExitStack() as contexts:
+                if torch._C._functorch.peek_interpreter_stack() is not None:  # a function that torch.func transforms
+                    contexts.enter_context(temporarily_clear_interpreter_stack())
+                contexts.enter_context(torch.inference_mode(False))
+                contexts.enter_context(torch.no_grad())
+                contexts.enter_context(torch._C.DisableTorchFunctionSubclass())
                 try:
-                    self._engine.finish_message(index)
-                except BaseException as error:
-                    self._keep(index, due, error)
+                    self._finish(index, members)
+                except BaseException:
+                    self._open[index] = members
                     raise
-                released, self._released = self._released, []
-                _apply(due + released)
+
+    def _finish(self, index: int, members: list[nn.Parameter]) -> None:
+        assert self._engine is not None
+        try:
+            self._engine.finish_message(index)
+        except Exception as error:  # after a Ctrl-C, readers may try again
+            self._fail("the gradients of the last step could not be summed", error)
+            raise
+        members, self._released = [*members, *self._released], []
+        try:
+            _apply([(parameter, due) for parameter in members if (due := due_of(parameter)) is not None])
+        except BaseException as error:  # some of the parameters may have been stepped
+            self._fail("the optimizer's last step could not be made", error)
+            raise
+        for parameter in members:
+            unmark(parameter)
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        """Let all later readers fail, because parameters that are due will get no value."""
+        if isinstance(error, ExchangeError):
+            self._failure = error
+        else:
+            self._failure = ExchangeError(
+                f"parameters have no value, because {what} ({type(error).__name__}: {error}); resume from a checkpoint"
+            )
+
+    def defer(self, parameter: nn.Parameter, step: DeferredStep) -> bool:
+        """See `Owner.defer`."""
+        with self._lock:
+            due = due_of(parameter)
+            if due is not None:
+                due.step = step
+            return due is not None
+
+    def notice_change(self) -> None:
+        """Complete one message, which tells whether some rank's parameters changed before the last pass.
+
+        Call this before a collective call: a rank whose parameters changed has already begun to compare them.
+        """
+        with self._lock:
+            if self._open:
+                self.complete(next(iter(self._open)))
 
     def release(self) -> None:
-        """Let everybody read parameters as they are, until the message that is being completed is complete.
+        """Complete all parameters together with the message that is being completed.
 
         The engine's caller needs this when it exchanges all gradients of a pass again.
         """
-        members = [parameter for members in self._open.values() for parameter in members]
+        self._released = [parameter for members in self._open.values() for parameter in members]
         self._open.clear()
-        self._released = _unmark(members)
 
     def note_reader(self, reader: str) -> None:
         """See `Owner.note_reader`."""
@@ -129,35 +184,37 @@ class StepOverlap:
 
     def close(self) -> None:
         """Settle, and stop deferring steps. After a failure, parameters without a value raise when they are read."""
-        with suppress(ExchangeError):  # kept for the readers
+        try:
+            with suppress(ExchangeError):  # kept for the readers
+                self.settle()
+        finally:
+            if self._open and self._failure is None:
+                self._failure = ExchangeError("parameters have no value: their sums were not awaited before the end")
+            atexit.unregister(self._end_with_process)
+            self._handle.remove()
+            self._checking.close()
+            if self._engine is not None:
+                self._engine.on_launch = self._engine.before_pass = None
+                self._engine = None
+
+    def _end_with_process(self) -> None:
+        """Settle at the end of a script, because other ranks need this rank for the sums under way."""
+        error = getattr(sys, "last_value", None)  # that ended the script
+        if error is None and self._failure is None:
             self.settle()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._checking.close()
-        if self._engine is not None:
-            self._engine.on_launch = self._engine.before_pass = None
-            self._engine = None
 
     def _begin(self) -> None:
         """Mark the parameters of all messages that are under way at the end of a backward pass."""
-        assert self._engine is not None
-        for index in self._engine.pending:
-            members = [each for each in self._engine.members(index) if each.requires_grad]
-            if all(type(each) is nn.Parameter for each in members):
-                self._open[index] = members
-                for each in members:
-                    mark(each, Due(self, index))
-            else:
-                self._engine.finish_message(index)
-
-    def _keep(self, index: int, due: list[tuple[nn.Parameter, Due]], error: BaseException) -> None:
-        """Keep a message due that could not be completed: readers fail, or try again after a Ctrl-C."""
-        if isinstance(error, ExchangeError):
-            self._failure = error
-        self._open[index] = [parameter for parameter, _ in due]
-        for parameter, what in due:
-            mark(parameter, what)
+        engine = self._engine
+        assert engine is not None
+        members = {index: [each for each in engine.members(index) if each.requires_grad] for index in engine.pending}
+        for index, parameters in members.items():
+            if any(type(each) is not nn.Parameter for each in parameters):
+                engine.finish_message(index)
+        for index in engine.pending:
+            self._open[index] = members[index]
+            for each in members[index]:
+                mark(each, Due(self, index))
 
 
 def defer_steps(optimizer: Optimizer) -> str:
@@ -169,78 +226,76 @@ def defer_steps(optimizer: Optimizer) -> str:
     reason = why_whole(optimizer)
     if reason or optimizer in _deferring:
         return reason
-    _deferring[optimizer] = None
-    optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
+    _deferring[optimizer] = optimizer.register_step_pre_hook(_before_step)
+    # Before the user's hooks, so that these find the steps due.
+    first = optimizer.register_step_post_hook(_after_step)
+    optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
     optimizer.register_state_dict_pre_hook(_complete_all)
     optimizer.register_load_state_dict_pre_hook(_complete_all)
     return ""
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if _is_within_step(optimizer):
-        return None
-    _restore(optimizer)  # after a step that raised
+    """Let a part of the optimizer make the step: a copy that lacks the parameters that are due.
+
+    Other pre-hooks that follow would see the part, so all parameters are then completed instead.
+    """
+    whole = hooks_would_see_parts(optimizer, _before_step)
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        _take(optimizer)
+    if closure is None and (whole or not _has_due(optimizer)):
+        _complete_all(optimizer)
         return None
+    part = optimizer if whole else part_of(optimizer, [dict(group) for group in optimizer.param_groups])
+    if closure is None:
+        _take(optimizer, part)
+        return (part, *args[1:]), kwargs
 
     def closure_first() -> Any:
         result = closure()
-        _take(optimizer)
+        if whole:
+            _complete_all(optimizer)
+        else:
+            _take(optimizer, part)
         return result
 
-    return (optimizer, *args[2:]), {**kwargs, "closure": closure_first}
+    return (part, *args[2:]), {**kwargs, "closure": closure_first}
 
 
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    if _is_within_step(optimizer):
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: Any) -> None:
+    # Last again, where the user has registered others.
+    optimizer._optimizer_step_pre_hooks.move_to_end(_deferring[optimizer].id)
+    part = args[0]
+    if part is optimizer:
         return
     late: list[tuple[nn.Parameter, DeferredStep]] = []
-    for taken in _restore(optimizer):
+    for taken in vars(part).pop(_TAKEN, []):
         for parameter in taken.due:
-            if (due := due_of(parameter)) is not None:
-                due.step = taken.step
-            else:  # somebody read its gradient in the meantime
+            due = due_of(parameter)
+            if due is None or not due.owner.defer(parameter, taken.step):  # its gradient was read in the meantime
                 late.append((parameter, taken.step))
+    take_over(optimizer, part)
     make_steps(late)
 
 
-def _is_within_step(optimizer: Optimizer) -> bool:
-    """Whether a hook of a step runs because the step of a subclass calls that of its parent."""
-    frame: FrameType | None = sys._getframe(1)
-    calls = 0
-    while frame is not None:
-        calls += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return calls > 1
+def _has_due(optimizer: Optimizer) -> bool:
+    return any(due_of(parameter) is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _take(optimizer: Optimizer) -> None:
-    """Take the parameters that are due out of the optimizer's groups."""
+def _take(optimizer: Optimizer, part: Optimizer) -> None:
+    """Take the parameters that are due out of the groups of a part of the optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (due := due_of(parameter)) is not None and due.step is not None:  # a second step with this gradient
                 due.owner.complete(due.message)
-    _taken[optimizer] = []
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        due_ones = [parameter for parameter in parameters if due_of(parameter) is not None]
-        _taken[optimizer].append(_Taken(group, parameters, due_ones, DeferredStep(optimizer, group)))
-        group["params"] = [parameter for parameter in parameters if due_of(parameter) is None]
-
-
-def _restore(optimizer: Optimizer) -> list[_Taken]:
-    """Put all parameters back; returns what was taken."""
-    taken = _taken.pop(optimizer, [])
-    for each in taken:
-        each.group["params"] = each.parameters
-    return taken
+    found = vars(part)[_TAKEN] = []
+    for group, partial in zip(optimizer.param_groups, part.param_groups, strict=True):
+        due_ones = [parameter for parameter in group["params"] if due_of(parameter) is not None]
+        found.append(_Taken(due_ones, DeferredStep(optimizer, group)))
+        left_out = set(due_ones)
+        partial.update({**group, "params": [each for each in group["params"] if each not in left_out]})
 
 
 def _complete_all(optimizer: Optimizer, *_: Any) -> None:
-    _restore(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (due := due_of(parameter)) is not None:
@@ -250,18 +305,17 @@ def _complete_all(optimizer: Optimizer, *_: Any) -> None:
 def _before_forward(module: nn.Module, _: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    for parameter in module._parameters.values():
+    # Modules of PyTorch have faster paths without gradients, for plain parameters of all their parts.
+    slow = module.training and torch.is_grad_enabled()
+    for parameter in module._parameters.values() if slow else module.parameters():
         due = due_of(parameter)
         if due is not None and due.step is not None:
             due.owner.complete(due.message)
 
 
-def _unmark(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, Due]]:
-    return [(parameter, due) for parameter in parameters if (due := unmark(parameter)) is not None]
-
-
 def _apply(due: list[tuple[nn.Parameter, Due]]) -> None:
     for parameter, what in due:
+        what.stepping = True
         if what.limit is not None and parameter.grad is not None:
             nn.utils.clip_grad_value_(parameter, what.limit)
     make_steps([(parameter, what.step) for parameter, what in due if what.step is not None])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_autosync.plan.schedule import Schedule
+from lightning_autosync.plan.schedule import AllToAll, Message, Schedule
 from lightning_autosync.replay.compute import ready_times
 from lightning_autosync.replay.prediction import Prediction
 from lightning_autosync.workload import Workload
@@ -14,7 +14,8 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
     In the forward pass, layers run in the reverse order of the backward pass, with times in the same proportions. A
     layer begins when the one before it has ended and the messages of its parameters have come. Messages end as long
     after the backward pass as in ``prediction``; those of one step do not delay those of the next, except that no link
-    and no host can be busy for longer than the step.
+    and no host can be busy for longer than the step. Messages for which the engine waits at the end of the backward
+    pass do not overlap: those of PowerSGD, all-to-all exchanges, rows by the backend's collectives, and shared memory.
 
     Args:
         schedule: the messages, with their priorities; see `first_parameters_first`.
@@ -27,12 +28,22 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
         for message, span in zip(schedule.messages, prediction.timeline.messages, strict=True)
         for name in message.variables
     }
+    waits = max(
+        (arrivals[name] for message in schedule.messages if _waits(message) for name in message.variables), default=0.0
+    )
     for forward, backward, *optimizer in prediction.timeline.compute:
-        ended = 0.0
+        ended = max(0.0, waits - backward.end)
         for names, share in _layers(workload):
             ended = max(ended, *(arrivals[name] - backward.end for name in names)) + share * forward.seconds
         steps.append(ended + backward.seconds + sum(span.seconds for span in optimizer))
     return max(steps)
+
+
+def _waits(message: Message) -> bool:
+    """Whether a rank blocks for a message at the end of the backward pass."""
+    rows = bool(message.rows) and message.collective
+    exchanged = any(isinstance(transfer, AllToAll) for each in message.rounds for transfer in each.transfers)
+    return len(message.rounds) > 1 or message.in_shared_memory or rows or exchanged
 
 
 def _layers(workload: Workload) -> list[tuple[list[str], float]]:

@@ -82,7 +82,8 @@ def predict(
     schedule, replay = compile_plan(plan, workload, cluster, source), Replay(workload, cluster, constants)
     prediction = replay.predict(schedule)
     ordered = first_parameters_first(schedule, [variable.name for variable in workload.variables])
-    overlapped = overlapped_step(ordered, workload, replay.predict(ordered))
+    # Priorities count on trees only.
+    overlapped = overlapped_step(ordered, workload, replay.predict(ordered) if ordered.tree_edges() else prediction)
     shared = _shared_step_time(schedule, workload, cluster, constants)
     bounds = _Bounds(
         least_step(workload, cluster, constants.framing, constants.burst),

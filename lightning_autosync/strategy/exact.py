@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -161,8 +161,19 @@ class ExactReplica(Replica):
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
         if self._buffers is not None and self._engine is not None:
+            if self._buffers.due:
+                self._notice_change()
             with nullcontext() if self._shares is None else self._shares.waiting():
                 self._buffers.before_forward(synchronizes)
+
+    def collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
+        self._notice_change()
+        return nullcontext()
+
+    def _notice_change(self) -> None:
+        """Let this rank compare parameters before a collective call, if other ranks do so already."""
+        if self._overlap is not None:
+            self._overlap.notice_change()
 
     def before_synchronization(self) -> None:
         """Check before each backward pass of training that all ranks still train the same parameters.
@@ -258,9 +269,11 @@ class ExactReplica(Replica):
 
     def close(self) -> None:
         """Stop synchronizing; the state of compressors is kept for `gather_state`."""
-        if self._overlap is not None:
-            self._overlap.close()
-        self._close_engine()
+        try:
+            if self._overlap is not None:
+                self._overlap.close()
+        finally:
+            self._close_engine()
 
     def _close_engine(self) -> None:
         if self._engine is None:

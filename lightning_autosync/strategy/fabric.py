@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -182,9 +182,9 @@ class AutoSyncFabricStrategy(DDPStrategy):
         super().load_module_state_dict(_unwrap(module), state_dict, strict=strict)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        self.settle()  # the state of compressors is that of passes that have ended
         entries = {name: replica.gather_state() for name, replica in _replicas_in(state).items()}
         held = {name: entry for name, entry in entries.items() if entry is not None}
-        self.settle()
         super().save_checkpoint(path, {**state, KEY: held} if held else state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -197,11 +197,12 @@ class AutoSyncFabricStrategy(DDPStrategy):
         return rest
 
     def teardown(self) -> None:
-        for replica in self._replicas:
-            replica.close()
-        if self._farewell is not None:
-            self._farewell()
-        super().teardown()
+        with ExitStack() as closing:
+            closing.callback(super().teardown)
+            if self._farewell is not None:
+                closing.callback(self._farewell)
+            for replica in reversed(self._replicas):
+                closing.callback(replica.close)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -21,6 +21,7 @@ from lightning_autosync.strategy.base import Replica, SynchronizedModule, accumu
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.job import RunningJob
+from lightning_autosync.strategy.overlap import reading_past_failures
 from lightning_autosync.strategy.process_group import begin_alone
 from lightning_autosync.strategy.relaxed import RelaxedReplica
 from lightning_autosync.strategy.settings import (
@@ -97,7 +98,7 @@ class AutoSyncMixin(_Base):
         overlap: ``step``: gradients travel beside the next forward pass, and the optimizer steps each parameter before
             it is read (see docs/overlap.md). None (default): training waits for gradients at the end of backward.
         overlap_debug: whether to raise an error where memory of a parameter is read past that, by another tensor or by
-            an extension. Slow. Default: False.
+            an extension (not by ``torch.func``). Slow. Default: False.
         timeout: how long ranks wait for each other, in seconds or as a ``timedelta``. Default: 30 minutes.
         accelerator: as in ``DDPStrategy``, like the arguments that are not listed here. ``ddp_comm_hook``,
             ``ddp_comm_state``, ``ddp_comm_wrapper`` and ``model_averaging_period`` are refused: plans state compression
@@ -176,8 +177,8 @@ class AutoSyncMixin(_Base):
     def settle(self) -> None:
         """Complete the parameters whose last step is still due with ``overlap="step"``; not collective.
 
-        Readers of parameters do this by themselves, except those that hold other tensors with the same memory, such as
-        ``parameter.data`` from an earlier step, and code in C++.
+        Readers of parameters do this by themselves, except those that docs/overlap.md lists: ``torch.func``, code in
+        C++, and aliases of weights and gradients that were made in an earlier step.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
@@ -434,7 +435,7 @@ class AutoSyncMixin(_Base):
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
         # Parameters without a value after a failure must not hide its cause when the model moves to the CPU.
-        with torch._C.DisableTorchFunctionSubclass():
+        with reading_past_failures(self.lightning_module):
             super().teardown()
 
     def _close_failure_detector(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -10,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import StepOverlap, defer_steps
+from lightning_autosync.engine.due_parameter import due_of
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload.description import COMPILED
 
@@ -36,11 +39,21 @@ def defer_steps_of(optimizers: Iterable[Optimizer]) -> None:
             rank_zero_info(f"AutoSync: overlap: {_WAIT}, because {reason}")
 
 
+def reading_past_failures(module: nn.Module | None) -> AbstractContextManager[Any]:
+    """A context in which parameters that have no value after a failure are read as they are."""
+    if module is not None and any(due_of(parameter) is not None for parameter in module.parameters()):
+        return cast(AbstractContextManager[Any], torch._C.DisableTorchFunctionSubclass())
+    return nullcontext()
+
+
 def _tell_reader(reader: str) -> None:
-    rank_zero_info(f"AutoSync: overlap: {_WAIT} where {reader} reads them before the optimizer's step")
+    rank_zero_info(f"AutoSync: overlap: {_WAIT} where {reader} needs them before the optimizer's step")
 
 
 def _why_not(module: nn.Module) -> str:
+    devices = {parameter.device.type for parameter in module.parameters()} - {"cpu"}
+    if devices:
+        return f"the model is on '{devices.pop()}', and steps overlap on the CPU only"
     for name, part in module.named_modules():
         called = f"'{name}'" if name else "the model"
         if isinstance(part, torch.jit.ScriptModule):

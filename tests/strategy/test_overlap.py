@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import overlap_jobs
 import pytest
+from sweeps import sweep
 
 from lightning_autosync import AutoSyncStrategy
 
@@ -61,19 +61,10 @@ WAITS: dict[str, dict[str, Any]] = {
     "compiled part": {"model": "Compiled"},
     "scaler with overflows": {"model": "Mixture", "half": True, "max_epochs": 1},
 }
-SLOW = (
-    "parameter servers", "accumulation of 4", "bf16-true", "frozen", "buffers", "activation checkpoints", "unused",
-    "direct backward", "large embedding", "compiled part", "gradient scaler", "two optimizers, toggled",
-    "two optimizers, accumulation", "two optimizers, accumulation in place", "freezing", "manual optimization",
-    "sparse embedding",
-)  # fmt: skip
+QUICK = ("trees", "native", "another order", "clipping by value", "settled at odd times", "clipping by norm")
 
 
-def cases(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
-
-
-@pytest.mark.parametrize("case", cases(OVERLAPS))
+@pytest.mark.parametrize("case", sweep(OVERLAPS, [case for case in OVERLAPS if case in QUICK]))
 def test_equals_waiting(duo, case: str) -> None:
     for different, moved, late in duo.run(overlap_jobs.compare, **OVERLAPS[case]):
         assert different == []
@@ -81,7 +72,14 @@ def test_equals_waiting(duo, case: str) -> None:
         assert late[0] > 0
 
 
-@pytest.mark.parametrize("case", cases(WAITS))
+@pytest.mark.parametrize("case", sweep(OVERLAPS, ["weights read outside of their module"]))
+def test_no_operator_uses_memory_whose_step_is_due(duo, case: str) -> None:
+    for different, _, late in duo.run(overlap_jobs.compare, debug=True, **OVERLAPS[case]):
+        assert different == []
+        assert late[0] > 0
+
+
+@pytest.mark.parametrize("case", sweep(WAITS, [case for case in WAITS if case in QUICK]))
 def test_waits_where_gradients_are_read_or_parameters_change(duo, case: str) -> None:
     for different, moved, late in duo.run(overlap_jobs.compare, **WAITS[case]):
         assert different == []
@@ -89,12 +87,13 @@ def test_waits_where_gradients_are_read_or_parameters_change(duo, case: str) -> 
         assert late[0] == 0
 
 
-def test_optimizers_step_parts_as_they_step_all(duo) -> None:
-    for found in duo.run(overlap_jobs.optimizers):
-        for name, (different, moved, late) in found.items():
-            assert different == [], name
-            assert moved, name
-            assert late[0] > 0, name
+@pytest.mark.parametrize("name", sweep(overlap_jobs.OPTIMIZERS, ["AdamW", "learning rate as a tensor"]))
+def test_optimizers_step_parts_as_they_step_all(duo, name: str) -> None:
+    for found in duo.run(overlap_jobs.optimizers, names=[name]):
+        different, moved, late = found[name]
+        assert different == []
+        assert moved
+        assert late[0] > 0
 
 
 def test_readers_outside_of_forward_passes_see_current_weights(duo, tmp_path) -> None:
@@ -116,11 +115,12 @@ def test_a_compiled_module_equals_waiting(duo) -> None:
     assert all(duo.run(overlap_jobs.compiled))
 
 
-def test_fabric_equals_waiting(duo) -> None:
-    for found in duo.run(overlap_jobs.fabrics):
-        for cleared, (equal, late) in found.items():
-            assert equal, cleared
-            assert late > 0, cleared
+@pytest.mark.parametrize("cleared", sweep(["by optimizers", "by modules", "by hand"], ["by optimizers"]))
+def test_fabric_equals_waiting(duo, cleared: str) -> None:
+    for found in duo.run(overlap_jobs.fabrics, ways=[cleared]):
+        equal, late = found[cleared]
+        assert equal
+        assert late > 0
 
 
 def test_errors_beside_steps_that_are_due_name_their_cause(duo) -> None:
@@ -135,6 +135,7 @@ def test_errors_beside_steps_that_are_due_name_their_cause(duo) -> None:
     [
         ({"overlap": "pass"}, "overlap: 'pass' is not known; allowed: 'step' or None"),
         ({"overlap_debug": True}, "overlap_debug: it has no effect without overlap='step'"),
+        ({"overlap": "step", "batch_shares": "auto"}, "overlap: batch_shares='auto' measures ranks"),
         ({"overlap": "step", "plan": "partial_reduce", "semantics": "relaxed"}, "overlap: it has no effect"),
     ],
 )

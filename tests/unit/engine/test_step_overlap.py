@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import io
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_autosync.engine import StepOverlap, defer_steps, optimizer_steps
+from lightning_autosync.engine import StepOverlap, defer_steps, optimizer_steps, step_overlap
 from lightning_autosync.engine.due_parameter import Due, DueParameter, due_of, mark, unmark
 from lightning_autosync.engine.step_overlap import _apply
 from lightning_autosync.errors import ExchangeError
@@ -119,6 +121,7 @@ READERS: dict[str, Callable[[Job], Any]] = {
     "state of the optimizer": lambda job: job.optimizer.state_dict(),
     "new state of the optimizer": lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict()),
     "another optimizer": lambda job: torch.optim.Adamax(job.module.parameters(), lr=0.0).step(),
+    "a transformed function": lambda job: torch.func.grad(lambda inputs: job.module(inputs).sum())(torch.ones(1, 3)),
     "another thread": lambda job: in_thread(lambda: job.module[0].weight.sum()),
 }
 
@@ -260,16 +263,209 @@ def test_a_step_that_raises_is_not_made_later(job: Job) -> None:
     assert len(job.optimizer.param_groups[0]["params"]) == 4
 
 
-def test_gradients_that_a_hook_of_the_step_reads_are_sums(job: Job) -> None:
-    seen = []
-    job.optimizer.register_step_pre_hook(lambda *_: seen.append(float(job.module[2].bias.grad.sum())))
+def test_pre_hooks_see_all_parameters_and_sums(job: Job) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        (group,) = optimizer.param_groups
+        seen.append((len(group["params"]), float(job.module[2].bias.grad.sum())))
+        group["lr"] = 0.05
+
+    job.optimizer.register_step_pre_hook(note)
     job.step()
-    assert due(job) == [True, True, True, False]
-    other = Job()
+    assert due(job) == [False] * 4  # the hook runs after that of the overlap
+    job.optimizer.zero_grad()
+    job.step()
+    assert due(job) == [True, True, True, False]  # the hook runs first, and has read one gradient
+    other = Job(lr=0.05)
     other.backward()
-    assert seen == [float(other.module[2].bias.grad.sum())]
+    assert seen[0] == (4, float(other.module[2].bias.grad.sum()))
+    assert seen[1][0] == 4
+    job.overlap.settle()
+    assert all(map(torch.equal, job.module.parameters(), other.expected(2)))
+
+
+def test_post_hooks_see_all_parameters_after_the_step() -> None:
+    job, seen = Job(), []
+    job.optimizer = torch.optim.SGD(job.module.parameters(), lr=0.1, momentum=0.9)
+    job.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(len(optimizer.param_groups[0]["params"])))
+    job.optimizer.register_step_post_hook(lambda *_: seen.append(job.module[0].weight.detach().clone()))
+    assert defer_steps(job.optimizer) == ""
+    job.step()
+    assert seen[0] == 4
+    assert torch.equal(seen[1], job.expected()[0])
+    assert due(job) == [False, True, True, True]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Inherits])
+def test_hooks_run_as_often_as_without_overlap(kind: Any) -> None:
+    job, ran = Job(kind=kind), []
+    job.optimizer.register_step_post_hook(lambda *_: ran.append(1))
+    job.step()
+    job.overlap.settle()
+    assert len(ran) == (2 if kind is Inherits else 1)  # the step of the parent runs them too
+    assert all(map(torch.equal, job.module.parameters(), job.expected()))
+
+
+class Raises(torch.optim.SGD):
+    """Its step fails once."""
+
+    steps_parameters_separately = True
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ValueError("no memory")
+        return super().step(closure)
+
+
+def test_an_optimizer_is_whole_after_a_step_that_raises() -> None:
+    job = Job(kind=Raises)
+    with pytest.raises(ValueError, match="no memory"):
+        job.step()
+    assert len(job.optimizer.param_groups[0]["params"]) == 4
+    job.optimizer.zero_grad()
+    assert [parameter.grad for parameter in job.module.parameters()] == [None] * 4
+
+
+def test_a_deferred_step_that_raises_is_an_error_for_all_readers(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(step_overlap, "make_steps", _raise)
+        with pytest.raises(ValueError, match="no logger"):
+            job.module(torch.ones(1, 3))
+    for read in (lambda: job.module[0].weight.sum(), lambda: job.module[2].bias.sum(), job.overlap.settle):
+        with pytest.raises(ExchangeError, match=r"last step could not be made \(ValueError: no logger\)"):
+            read()
+
+
+def test_freezing_before_the_step_waits_for_the_sum(job: Job) -> None:
+    job.backward()
+    job.module.requires_grad_(False)
+    assert due(job) == [False] * 4
+    assert job.engine.finished == [0, 1, 2, 3]
+
+
+def test_another_thread_waits_while_a_parameter_is_completed(job: Job) -> None:
+    job.step()
+    begun, go, seen = threading.Event(), threading.Event(), []
+    finish = job.engine.finish_message
+
+    def slow(index: int) -> None:
+        begun.set()
+        assert go.wait(10)
+        finish(index)
+
+    job.engine.finish_message = slow  # type: ignore[method-assign]
+    first = threading.Thread(target=job.overlap.settle)
+    second = threading.Thread(target=lambda: seen.append(job.module[0].weight.detach().clone()))
+    first.start()
+    assert begun.wait(10)
+    second.start()
+    second.join(0.1)
+    assert seen == []
+    go.set()
+    first.join()
+    second.join()
+    assert torch.equal(seen[0], job.expected()[0])
+
+
+def test_a_scheduler_in_another_thread_never_sees_parts(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = step_overlap.make_steps, []
+
+    def look(late: Any) -> None:
+        seen.append(len(job.optimizer.param_groups[0]["params"]))
+        real(late)
+
+    monkeypatch.setattr(step_overlap, "make_steps", look)
+    job.step()
+    job.overlap.settle()
+    assert set(seen) == {4}
+
+
+def test_evaluation_of_a_part_takes_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, job = [], Job()
+    job.module = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    job.module.eval()
+    engine, overlap = SlowEngine(job.module), StepOverlap(job.module)
+    overlap.follow(engine)  # type: ignore[arg-type]
+    job.optimizer = torch.optim.SGD(job.module.parameters(), lr=0.1)
+    defer_steps(job.optimizer)
+    real = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: fast.append(1) or real(*args))
+    job.module(torch.ones(1, 4, 8)).sum().backward()
+    engine.end_backward()
+    job.optimizer.step()
+    assert all(due(job))
+    with torch.no_grad():
+        job.module(torch.ones(1, 4, 8))
+    assert fast == [1]
+    overlap.close()
+
+
+def test_a_step_is_never_recorded_by_a_trace(job: Job) -> None:
+    job.step()
+    with pytest.raises(ExchangeError, match=r"torch.jit.trace would record .* call strategy.settle\(\)"):
+        torch.jit.trace(job.module, torch.ones(1, 3), check_trace=False)
     job.overlap.settle()
     assert all(map(torch.equal, job.module.parameters(), job.expected()))
+
+
+def test_gradients_cleared_to_none_stay_none(job: Job) -> None:
+    job.step()
+    job.optimizer.zero_grad()
+    job.module.zero_grad(set_to_none=False)
+    job.overlap.settle()
+    assert [parameter.grad for parameter in job.module.parameters()] == [None] * 4
+
+
+class Marked(torch.Tensor):
+    """A class of a user's own tensors."""
+
+
+def test_other_classes_of_tensors_see_calls(job: Job) -> None:
+    job.backward()
+    inputs = torch.ones(1, 3).as_subclass(Marked)
+    assert type(nn.functional.linear(inputs, job.module[0].weight)) is Marked
+
+
+def test_one_message_shows_whether_parameters_changed(job: Job) -> None:
+    job.step()
+    job.overlap.notice_change()
+    assert len(job.engine.finished) == 1
+    job.overlap.settle()
+    job.overlap.notice_change()
+    assert len(job.engine.finished) == 4
+
+
+def test_an_overlap_ends_also_after_an_unknown_error(job: Job) -> None:
+    job.step()
+    job.engine.failure = RuntimeError("broken")
+    with pytest.raises(RuntimeError, match="broken"):
+        job.overlap.close()
+    assert job.engine.on_launch is None
+    assert job.overlap._handle.id not in torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_script_that_ends_makes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(atexit, "unregister", lambda call: call in registered and registered.remove(call))
+    job = Job()
+    job.step()
+    with monkeypatch.context() as failed:
+        failed.setattr(sys, "last_value", ValueError("ended the script"), raising=False)
+        registered[-1]()
+        assert due(job) == [True] * 4
+    registered[-1]()
+    assert due(job) == [False] * 4
+    job.overlap.close()
+    assert registered == []
+
+
+def test_a_saved_module_has_nothing_of_the_overlap(job: Job) -> None:
+    job.step()
+    assert b"lightning_autosync" not in pickle.dumps(job.module)
 
 
 def _raise(*_: Any) -> None:
@@ -353,6 +549,7 @@ def test_modes_end_with_the_overlap() -> None:
             lambda parameters: type("Mine", (torch.optim.SGD,), {"steps_parameters_separately": True})(parameters),
             "",
         ),
+        (lambda parameters: type("Mine", (Inherits,), {})(parameters), "Mine is not known"),
     ],
 )
 def test_optimizers_that_cannot_step_parts(optimizer: Callable[..., Any], reason: str) -> None:

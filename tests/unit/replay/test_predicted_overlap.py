@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 
@@ -51,3 +53,12 @@ def test_a_replayed_step_is_never_slower_with_overlap() -> None:
         prediction = Replay(WORKLOAD, CLUSTER).predict(schedule)
         found = overlapped_step(schedule, WORKLOAD, prediction)
         assert 3.25 <= found <= prediction.step_time + 1e-9
+
+
+def test_messages_that_the_engine_waits_for_do_not_overlap() -> None:
+    waiting = tuple(
+        replace(message, rounds=message.rounds * 2) if message.variables == ("last",) else message
+        for message in SCHEDULE.messages
+    )
+    found = overlapped_step(replace(SCHEDULE, messages=waiting), WORKLOAD, predicted(0.2, 0.4))
+    assert found == pytest.approx(0.4 + 1.0 + 2.0 + 0.25)
