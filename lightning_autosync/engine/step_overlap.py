@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -229,7 +229,7 @@ def defer_steps(optimizer: Optimizer) -> str:
     _deferring[optimizer] = optimizer.register_step_pre_hook(_before_step)
     # Before the user's hooks, so that these find the steps due.
     first = optimizer.register_step_post_hook(_after_step)
-    optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
+    cast(Any, optimizer)._optimizer_step_post_hooks.move_to_end(first.id, last=False)
     optimizer.register_state_dict_pre_hook(_complete_all)
     optimizer.register_load_state_dict_pre_hook(_complete_all)
     return ""
@@ -263,7 +263,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: Any) -> None:
     # Last again, where the user has registered others.
-    optimizer._optimizer_step_pre_hooks.move_to_end(_deferring[optimizer].id)
+    cast(Any, optimizer)._optimizer_step_pre_hooks.move_to_end(_deferring[optimizer].id)
     part = args[0]
     if part is optimizer:
         return

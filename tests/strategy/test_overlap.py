@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
+import forked
 import overlap_jobs
 import pytest
 from sweeps import sweep
@@ -121,6 +126,18 @@ def test_fabric_equals_waiting(duo, cleared: str) -> None:
         equal, late = found[cleared]
         assert equal
         assert late > 0
+
+
+@pytest.mark.slow
+def test_a_rank_whose_script_ends_first_does_not_fail_the_others(tmp_path) -> None:
+    result = tmp_path / "sums.json"
+    script = Path(__file__).parent / "overlap_script.py"
+    outside = {name: value for name, value in os.environ.items() if not name.endswith("RANK")}
+    command = [sys.executable, str(script), str(result)]
+    done = forked.run(command, env={**outside, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(result.read_text())) == 4
+    assert "Error" not in done.stderr
 
 
 def test_errors_beside_steps_that_are_due_name_their_cause(duo) -> None:
