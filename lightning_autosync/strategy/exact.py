@@ -48,7 +48,7 @@ class ExactReplica(Replica):
         links: links of the job, if another replica has found them.
 
     Attributes:
-        scale: the weights of gradients in the mean over ranks; None if all are alike.
+        scale: multiplies this rank's gradients by the weight of its batch; None without batch shares.
 
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
@@ -90,7 +90,7 @@ class ExactReplica(Replica):
         return cls(module, settings, nodes, devices, watched=True)
 
     def share(self, shares: BatchShares) -> None:
-        """Let gradients count in the mean over ranks by the weights of batches; call it before the first pass."""
+        """Multiply this rank's gradients by the weight of each batch; call it before the first pass."""
         self._shares, self.scale = shares, GradientScale(lambda: shares.weight)
         shares.needs_batches = shares.needs_batches or loss_weight_of(self._module) is not None
         self._follow_gradients()

@@ -220,28 +220,40 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         raise ValueError("tuning: it has no effect with a plan; remove one of the two arguments")
     size = _bucket_bytes(arguments["bucket_cap_mb"], found)
     settings = replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size)
+    _check_combination(settings, [name for name in _RELAXED_ONLY if arguments.get(name) is not None])
+    return settings, launch
+
+
+def _check_combination(settings: StrategySettings, relaxed_only: list[str]) -> None:
+    """Refuse arguments that exclude each other, or that have no effect under the plan.
+
+    Args:
+        settings: the settings with the plan.
+        relaxed_only: names of the given arguments that only relaxed plans and plans with ``served`` use.
+
+    Raises:
+        ValueError: there is such an argument.
+    """
     if settings.batch_shares is not None and not settings.scheduled:
         raise ValueError(
-            f"batch_shares: ranks do not make their steps together under {source}; allowed with synchronous plans "
-            "without `served`"
+            f"batch_shares: ranks do not make their steps together under {settings.source}; allowed with synchronous "
+            "plans without `served`"
         )
-    if overlap is not None and not settings.scheduled:
+    if settings.overlap is not None and not settings.scheduled:
         raise ValueError(
             "overlap: it has no effect, because ranks or servers make the steps of this plan; allowed with plans whose "
             "gradients are synchronized in every step"
         )
-    if overlap is not None and settings.batch_shares == "auto":
+    if settings.overlap is not None and settings.batch_shares == "auto":
         raise ValueError(
-            "overlap: batch_shares='auto' measures ranks while they wait for gradients at the end of backward; give "
-            "one number for each rank, or leave out one of the two"
+            "overlap: not allowed with batch_shares='auto', which measures each rank's time up to the wait at the end "
+            "of backward; with overlap, give batch_shares one number for each rank"
         )
-    needless = [name for name in _RELAXED_ONLY if arguments.get(name) is not None]
-    if settings.scheduled and needless:
+    if settings.scheduled and relaxed_only:
         raise ValueError(
-            f"{needless[0]}: it has no effect, because ranks make all steps of this plan together; allowed with "
+            f"{relaxed_only[0]}: it has no effect, because ranks make all steps of this plan together; allowed with "
             "relaxed plans and with plans whose servers make the steps (`served`)"
         )
-    return settings, launch
 
 
 def _read_passes(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Whoever reads a parameter whose step is due makes that step first."""
+"""A step that is due for a parameter is made before anything reads the parameter."""
 
 from __future__ import annotations
 
