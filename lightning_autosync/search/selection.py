@@ -19,7 +19,8 @@ import numpy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
-from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method, native_sizes
+from lightning_autosync.plan.builders.default import DDP_BUCKET, LINK_BUCKET, link_method, native_sizes
+from lightning_autosync.plan.builders.grouping import MIB
 from lightning_autosync.plan.builders.rows import place_rows, serve_rows
 from lightning_autosync.plan.space import Block, Domain, Genome, PlanSpace
 from lightning_autosync.plan.space.domains import JOIN
@@ -45,6 +46,13 @@ _DISTANCE = 0.1
 
 _SIZES: tuple[dict[str, int], ...] = ({}, {"bucket_bytes": LINK_BUCKET})
 """Sizes of messages with which each builder is tried, the first its own."""
+
+_NATIVE = {
+    "DDP's buckets": {"bucket_bytes": DDP_BUCKET},
+    **{f"{size} MiB": {"bucket_bytes": size * MIB, "first_bucket_bytes": size * MIB} for size in (1, 5, 100)},
+}
+"""Sizes of DDP's buckets that are always proposed. Which is best depends on the computation, and on what each message
+costs the hosts."""
 
 Clock = Callable[[], float]
 
@@ -218,12 +226,14 @@ class _Selection:
     def add_defaults(self) -> None:
         """Add the plans that a job takes without a search, whatever time that takes."""
         space, workload, cluster = self._space, self._space.workload, self._space.cluster
-        native = [space.built("all_reduce")]
+        native: dict[str, dict[str, Any]] = {"": {}}
         if cluster.world_size > 1 and cluster.measured:
             self._try_built(link_method(workload, cluster).build.__name__, bucket_bytes=LINK_BUCKET)
-            native.append(space.built("all_reduce", **native_sizes(cluster)))
-        for plan in native:
-            self._always.add(self._add_built("all_reduce", plan).signature)
+            native[""] = native_sizes(cluster)
+            native |= {f" ({name})": sizes for name, sizes in _NATIVE.items()}
+        for name, sizes in native.items():
+            plan = space.built("all_reduce", **sizes)
+            self._always.add(self._add_built(f"all_reduce{name}", plan).signature)
         for one in list(self._population.candidates.values()):
             self._simulate(one)
 

@@ -7,8 +7,8 @@ and where that would be above `FASTEST`, models are made smaller.
 
 The jobs of a pair run one after the other in the same processes: a short one for each of `DDP`'s settings, the fastest
 of these for longer, AutoSync's, and the fastest of DDP once more. AutoSync's job is shortened if the pair would take
-more than ``seconds``. Each pair is a line of the file ``out``; the same command goes on with it. The table has, for
-each pair:
+more than ``seconds``. It has gradients as views of buffers, as most of DDP's settings have. Each pair is a line of the
+file ``out``; the same command goes on with it. The table has, for each pair:
 
 - *DDP*: median of a step with DDP's fastest settings, in the jobs before and after AutoSync's; *at the end*: that of
   AutoSync's last `LAST` steps with the plan that it has at the end; *speedup*: DDP's divided by it;
@@ -76,7 +76,7 @@ DDP: dict[str, dict[str, Any]] = {
     "1, 4, 16 MiB": {**WELL, "bucket_cap_mb_list": [1, 4, 16]},
     "batched copies": {"static_graph": True, "batched_grad_copy": True},
 }
-OURS = {"cluster": "auto", "tuning": {"cache": None}}
+OURS = {"cluster": "auto", "tuning": {"cache": None}, "gradient_as_bucket_view": True}
 RING = 0.12
 FASTEST = 200e6
 """Bytes/s of the fastest link, at most: two cores carry no more."""

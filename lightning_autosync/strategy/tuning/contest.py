@@ -36,7 +36,8 @@ class Contest:
     """Decides between the present plan and a candidate, from the times of passes.
 
     Args:
-        most: maximum number of passes of each plan.
+        most: maximum number of passes of each plan; twice as many if the candidate seems faster by then, and the times
+            vary too much to be sure.
         known: seconds of passes of the present plan, made before the contest; used to give up a slow candidate.
 
     Attributes:
@@ -90,7 +91,11 @@ class Contest:
             return True
         if ratio > 1 - LEAST_GAIN + _CLEAR * error:
             return False
-        return ratio < 1 - LEAST_GAIN - error if min(own, candidate) >= self._most else None
+        if min(own, candidate) < self._most:
+            return None
+        if ratio < 1 - LEAST_GAIN - error:
+            return True
+        return None if ratio < 1 - LEAST_GAIN and min(own, candidate) < 2 * self._most else False
 
     def _error(self) -> float:
         """Standard error of the ratio."""

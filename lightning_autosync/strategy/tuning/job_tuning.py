@@ -22,6 +22,7 @@ from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.preparation import Preparation, prepare, remember
+from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
 from lightning_autosync.strategy.tuning.report import TrialReport, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
@@ -158,8 +159,16 @@ class JobTuning:
             None
             if self._settings.overlap
             else DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
+            self._prices(),
         )
         return engine
+
+    def _prices(self) -> PlanPrices | None:
+        """Predictions to be made during training; None where an earlier job has measured the plan."""
+        found = self.resolution
+        if self._preparation is None or self._preparation.remembered is not None or len(self._schedules) == 1:
+            return None
+        return PlanPrices(found.workload, found.cluster, self._constants, self._schedules)
 
     def _open_first(self, open_engine: Callable[..., Engine]) -> Engine:
         # After a change of the links, training has begun and waits.
@@ -229,9 +238,9 @@ class JobTuning:
         """What was chosen and tried so far, and why."""
         tuner, found = self._tuner, self.resolution
         if tuner is not None:  # a candidate may be in use for a moment
-            schedules = zip(found.alternatives, self._schedules, strict=True)
+            schedules = zip(tuner.alternatives, self._schedules, strict=True)
             schedule = next(schedule for each, schedule in schedules if each is tuner.present)
-            found = replace(found, plan=tuner.present.plan, schedule=schedule)
+            found = replace(found, plan=tuner.present.plan, schedule=schedule, alternatives=tuner.alternatives)
         plan, reason, trials = found.plan.fingerprint, found.reason, self._all_trials()
         if any(each.plan == plan and each.accepted for each in trials):
             reason = f"the fastest in trials; the job began with {reason}"
@@ -259,6 +268,7 @@ class JobTuning:
             self._trials += self._tuner.trials
             self._ended = self._tuner.state
             self._tuner.close()
+            self._resolution = replace(self.resolution, alternatives=self._tuner.alternatives)
             self._tuner = None
         self._recorder = None
 

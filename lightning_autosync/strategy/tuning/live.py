@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -18,13 +19,13 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.memory import StepTime
 from lightning_autosync.strategy.tuning.drift import WINDOW, DriftWatch, median_times
 from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, OwnTimes, PassTimes
+from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.report import TrialReport
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.strategy.tuning.tuner import Candidate, Trial, Tuner
 
-LARGEST_RATIO = 1.1
-"""Predicted time of a plan, relative to the first one, up to which it may be tried."""
-
+PRICING_WAIT, PRICING_SHARE = 0.02, 0.3
+"""Seconds of a step, and share of its time, for which it waits for predictions on rank 0."""
 
 _END = -1
 """Chosen in place of a plan when tuning has ended."""
@@ -62,6 +63,7 @@ class LiveTuner:
         settings: settings of the tuning.
         group: the ranks; None is the default group.
         drift: watches whether links change after tuning; None does not.
+        prices: predicts the plans anew on rank 0, with the computation of the first passes; None keeps the predictions.
 
     Attributes:
         passes: number of synchronized passes so far.
@@ -79,13 +81,20 @@ class LiveTuner:
         settings: TuningSettings,
         group: dist.ProcessGroup | None,
         drift: DriftWatch | None,
+        prices: PlanPrices | None = None,
     ) -> None:
-        self._alternatives = alternatives
+        self._alternatives = list(alternatives)
         self._engines = {0: engine}
         self._start, self._use = start, use
         self._own, self._times = OwnTimes(), AgreedTimes(group)
-        candidates = [Candidate(each.name, each.predicted, each.native) for each in alternatives]
-        self._tuner = Tuner(candidates, settings.warm_up, settings.passes, settings.horizon)
+        candidates = [_candidate(each) for each in alternatives]
+        self._tuner = Tuner(
+            candidates, settings.warm_up, settings.passes, settings.horizon, settings.plans, priced=prices is None
+        )
+        self._prices, self._warm_up = prices, settings.warm_up
+        self._rank = dist.get_rank(group)
+        self._traces: list[StepTrace] = []
+        self._computed: list[float] = []
         self._recorder = Recorder(0)
         self.passes = 0
         self._ended = False
@@ -93,10 +102,10 @@ class LiveTuner:
         self._window: list[PassTimes] = []
         # Plans are chosen two passes ahead, so that ranks can agree on a choice before its pass begins.
         self._chosen = deque(self._tuner.following() for _ in range(2))
-        if len(alternatives) > 1:
+        if others := min(len(alternatives) - 1, settings.plans):
             rank_zero_info(
                 f"AutoSync: after {counted(settings.warm_up, 'step')}, up to "
-                f"{counted(len(alternatives) - 1, 'other plan')} may be tried on training steps; the present plan is "
+                f"{counted(others, 'other plan')} may be tried on training steps; the present plan is "
                 f"{alternatives[0].name}"
             )
         self._follow()
@@ -105,6 +114,11 @@ class LiveTuner:
     def trials(self) -> Sequence[TrialReport]:
         """The outcomes so far."""
         return [self._report_of(trial) for trial in self._tuner.trials]
+
+    @property
+    def alternatives(self) -> Sequence[Alternative]:
+        """The plans, with their last predictions."""
+        return self._alternatives
 
     @property
     def present(self) -> Alternative:
@@ -184,17 +198,45 @@ class LiveTuner:
 
     def _try(self, own: PassTimes) -> str:
         if self._times.under_way:
-            known = len(self._tuner.trials)
-            self._tuner.record(self._times.take().period)
+            known, agreed = len(self._tuner.trials), self._times.take()
+            self._reprice(agreed)
+            self._tuner.record(agreed.period)
             for trial in self.trials[known:]:
                 rank_zero_info(f"AutoSync: {trial}")
             if self._chosen[-1] == _END:  # all ranks have agreed on that
                 self._finish()
                 return ""
         self._chosen.append(_END if self._tuner.finished else self._tuner.following())
-        self._times.share(own, self._chosen[-1])
+        self._times.share(own, self._chosen[-1], self._tuner.present, self._new_prices())
         self._follow()
         return ""
+
+    def _reprice(self, agreed: PassTimes) -> None:
+        """Collect the times of the first passes, and take new predictions once rank 0 has shared them."""
+        if self._tuner.priced:
+            return
+        self._computed.append(agreed.compute)
+        if found := self._times.prices:
+            known = zip(self._alternatives, found, strict=True)
+            self._alternatives = [replace(each, predicted=price) for each, price in known]
+            self._tuner.reprice(found)
+
+    def _new_prices(self) -> Sequence[float]:
+        """What this rank shares of predictions: seconds by plan once rank 0 knows them, else -inf; empty afterwards."""
+        if self._prices is None or self._tuner.priced:
+            return ()
+        unknown = [-math.inf] * len(self._alternatives)
+        if self._rank:
+            return unknown
+        if self.passes <= self._warm_up:
+            self._traces.append(self.trace)
+            if self.passes == self._warm_up:
+                # The first pass is slower: buffers and connections are new.
+                times = self._computed[1:] or [self.trace.backward]
+                self._prices.start(self._traces[-len(times) :], statistics.median(times))
+            return unknown
+        found = self._prices.wait(max(PRICING_WAIT, PRICING_SHARE * self._tuner.usual_seconds))
+        return unknown if found is None else found or [each.predicted for each in self._alternatives]
 
     def _watch(self, own: PassTimes) -> str:
         if self._drift is None:
@@ -265,6 +307,11 @@ class LiveTuner:
             f"{tried}; {plan.name} (plan {plan.plan.fingerprint}) makes steps {math.prod(accepted):.2f}x as fast as "
             f"{self._alternatives[0].name}"
         )
+
+
+def _candidate(each: Alternative) -> Candidate:
+    native = all(group.topology == "native" for group in each.plan.groups)
+    return Candidate(each.name, each.predicted, always=each.native, native=native)
 
 
 def _best(trials: Sequence[TrialReport]) -> str:

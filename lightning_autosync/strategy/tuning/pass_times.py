@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,24 +67,32 @@ class AgreedTimes:
 
     Args:
         group: the ranks; None is the default group.
+
+    Attributes:
+        prices: predicted step times, from the exchange that was last taken; empty if no rank had shared any.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._under_way: deque[tuple[torch.Tensor, dist.Work, int]] = deque()
+        self.prices: Sequence[float] = ()
+        self._under_way: deque[tuple[torch.Tensor, dist.Work, tuple[int, int]]] = deque()
 
-    def share(self, own: PassTimes, choice: int = 0) -> None:
+    def share(self, own: PassTimes, choice: int = 0, present: int = 0, prices: Sequence[float] = ()) -> None:
         """Start an exchange of times and of the next choice; collective.
 
         Args:
             own: the times on this rank; `take` returns the largest of all ranks.
-            choice: number of what this rank has chosen; `take` raises if ranks have chosen differently.
+            choice: number of the plan that this rank has chosen for a later pass, -1 for the end of tuning; `take`
+                raises if ranks have chosen differently.
+            present: number of the plan that is used when nothing is tried; likewise.
+            prices: predicted step times, of the same number on all ranks; -inf on ranks that know none.
         """
         # The largest of negated numbers is the negated least, so one all-reduce does for both.
-        numbers = torch.tensor([own.whole, own.unusual, own.compute, choice, -choice], dtype=torch.float64)
+        decided = [choice, present, -choice, -present]
+        numbers = torch.tensor([own.whole, own.unusual, own.compute, *decided, *prices], dtype=torch.float64)
         work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._under_way.append((numbers, work, choice))
+        self._under_way.append((numbers, work, (choice, present)))
 
     @property
     def under_way(self) -> int:
@@ -95,25 +105,26 @@ class AgreedTimes:
         Raises:
             ExchangeError: a rank was lost, did not answer in time, or has chosen another plan.
         """
-        numbers, work, choice = self._under_way.popleft()
+        numbers, work, decided = self._under_way.popleft()
         work.wait()
-        whole, unusual, compute, most, least = numbers.tolist()
-        if most != -least:
+        whole, unusual, compute, choice, present, least_choice, least_present, *prices = numbers.tolist()
+        if (choice, present) != (-least_choice, -least_present):
             raise ExchangeError(
-                f"tuning: ranks chose different plans for the same step ({self._told(choice)}). This is a fault of "
+                f"tuning: ranks chose different plans for the same step ({self._told(decided)}). This is a fault of "
                 "lightning-autosync: train with tuning='off', and report it"
             )
+        self.prices = prices if all(map(math.isfinite, prices)) else ()
         return PassTimes(whole, unusual, compute)
 
-    def _told(self, choice: int) -> str:
-        """Which ranks chose which plan, in words; collective. Choices that fewer ranks made come first."""
-        ranks: dict[int, list[int]] = {}
-        for rank, other in enumerate(gather_json(choice, self._group)):
-            ranks.setdefault(other, []).append(rank)
+    def _told(self, decided: tuple[int, int]) -> str:
+        """Which ranks decided for which plans, in words; collective. Decisions of fewer ranks come first."""
+        ranks: dict[tuple[int, int], list[int]] = {}
+        for rank, other in enumerate(gather_json(decided, self._group)):
+            ranks.setdefault(tuple(other), []).append(rank)
         return "; ".join(
             f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}: "
-            f"{'the end of tuning' if plan < 0 else f'plan number {plan}'}"
-            for plan, some in sorted(ranks.items(), key=lambda item: len(item[1]))
+            f"{'the end of tuning' if choice < 0 else f'plan number {choice}'}, with plan number {present} as the best"
+            for (choice, present), some in sorted(ranks.items(), key=lambda item: len(item[1]))
         )
 
     def forget(self) -> None:

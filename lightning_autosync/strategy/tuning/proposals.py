@@ -22,7 +22,7 @@ from lightning_autosync.replay import Constants
 from lightning_autosync.search.selection import rank_plans
 from lightning_autosync.strategy.choice import LEAST_GAIN
 from lightning_autosync.strategy.settings import StrategySettings
-from lightning_autosync.strategy.tuning.live import LARGEST_RATIO, Alternative
+from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.workload import Workload
 
 
@@ -53,7 +53,7 @@ class Proposals:
     """Plans that the search found.
 
     Attributes:
-        plans: the plans to try, the one to begin with first.
+        plans: the plans that may be tried, the one to begin with first.
         reason: a sentence that gives the reason for that one.
     """
 
@@ -111,7 +111,7 @@ def propose(
             links.cluster,
             constants=links.constants,
             seconds=tuning.search,
-            keep=tuning.plans + 1,
+            keep=2 * tuning.plans + 1,
             bucket_bytes=settings.bucket_bytes,
         )
         plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]
@@ -123,7 +123,7 @@ def propose(
         return None, found["fault"]
     native = next(number for number, each in enumerate(found["plans"]) if each["origin"] == NATIVE)
     alternatives = [_alternative(each, number == native) for number, each in enumerate(found["plans"])]
-    return _ordered(alternatives, links, tuning.plans), ""
+    return _ordered(alternatives, links), ""
 
 
 def _first_rank_result(
@@ -159,11 +159,11 @@ def _alternative(found: dict[str, Any], native: bool) -> Alternative:
 
 
 NATIVE = "all_reduce"
-"""Name of the plan that DDP has."""
+"""Name of DDP's plan, with buckets sized for the links."""
 
 
-def _ordered(ranked: Sequence[Alternative], links: JobLinks, most: int) -> Proposals:
-    """The plans in the order in which to try them: one to begin with, and at most ``most`` others."""
+def _ordered(ranked: Sequence[Alternative], links: JobLinks) -> Proposals:
+    """The plans with the one to begin with first."""
     best, native = ranked[0], next(each for each in ranked if each.native)
     first = best if native.predicted > LEAST_GAIN * best.predicted else native
     times = f"predicted for {links.origin}: {best.predicted:.3g} s to synchronize a step"
@@ -173,7 +173,4 @@ def _ordered(ranked: Sequence[Alternative], links: JobLinks, most: int) -> Propo
         else f"fused native all-reduce, because no plan is predicted more than 5% faster ({times} with {best.name}, "
         f"{native.predicted:.3g} s with it)"
     )
-    rest = [each for each in ranked if each is not first]
-    tried = [each for each in rest if each.native or each.predicted < LARGEST_RATIO * first.predicted]
-    tried.sort(key=lambda each: not each.native)  # DDP's plan first
-    return Proposals([first, *tried[:most]], reason)
+    return Proposals([first, *(each for each in ranked if each is not first)], reason)

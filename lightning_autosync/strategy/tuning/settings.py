@@ -21,7 +21,8 @@ class TuningSettings:
         search: maximum seconds to search for plans by simulation before training.
         plans: number of plans that may be tried on training steps; 0 trains by the first one.
         warm_up: synchronized passes before the first trial.
-        passes: maximum number of passes of each of two plans that are compared.
+        passes: maximum number of passes of each of two plans that are compared; twice as many where a gain is not yet
+            sure.
         horizon: passes that are expected to follow a trial. A plan is tried if it is expected to gain more over these
             passes than its trial costs.
         cache: directory in which rank 0 remembers the plan for later jobs; ``default`` is the user's cache directory

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from lightning_autosync.documents import counted
@@ -14,8 +14,11 @@ from lightning_autosync.strategy.tuning.contest import Contest, candidates_turn
 
 _LEAST_KNOWN = 4
 """Passes of the present plan before a candidate is tried, to know when to give it up."""
-FIRST_SPREAD = 0.1
-"""Standard deviation of the logarithm of measured over predicted time, before anything was measured."""
+LARGEST_RATIO = 1.1
+"""Predicted time of a plan, relative to the present one, up to which it may be tried."""
+KIND_SPREAD, OWN_SPREAD = 0.1, 0.08
+"""Standard deviations of the logarithm of measured over predicted time, relative to the present plan: of the part that
+all plans of a kind have in common, before any was measured, and of each plan's own part."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,14 @@ class Candidate:
         name: name for people, such as that of its builder.
         predicted: predicted seconds of a step.
         always: whether it is tried whatever its prediction. DDP's plan is, so that training is never slower for long.
+        native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
+            do those of all others.
     """
 
     name: str
     predicted: float
     always: bool = False
+    native: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,12 @@ class Tuner:
     alike. Times may arrive some passes late: `record` takes them in the order in which `following` chose the plans.
 
     Args:
-        candidates: the plans, in the order of predicted times except for the first.
+        candidates: the plans.
         warm_up: passes at the beginning that do not count.
-        passes: maximum number of passes of each plan in a contest.
+        plans: maximum number of candidates that are tried.
+        passes: maximum number of passes of each plan in a contest; twice as many where a gain is not yet sure.
         horizon: number of passes that are expected to follow; gains count so often.
+        priced: whether the predictions are final. Otherwise nothing is tried before `reprice`.
 
     Attributes:
         present: index of the present plan.
@@ -76,18 +84,21 @@ class Tuner:
         warm_up: int = 10,
         passes: int = 16,
         horizon: int = 1000,
+        plans: int = 6,
+        priced: bool = True,
     ) -> None:
-        self._candidates = candidates
-        self._left = list(range(1, len(candidates)))
+        self._candidates = list(candidates)
+        self._plans, self._priced = plans, priced
+        self._left = self._worth_considering()
         self._warm_up, self._passes = warm_up, passes
         self._horizon = horizon
         self._awaited: deque[int | None] = deque()
         self._known: list[float] = []
         self._trying: int | None = None
-        self._given_up = 0
+        self._given_up = self._tried = 0
         self._contest: Contest | None = None
         self._turn = 0
-        self._errors: list[float] = []
+        self._kind_errors: list[float] = []
         self.present = 0
         self.trials: list[Trial] = []
         self.finished = ""
@@ -132,8 +143,33 @@ class Tuner:
             self._contest.record(plan == self._trying, seconds)
             if self._contest.accepted is not None:
                 self._end_contest(self._contest)
-        if self._contest is None and not self.finished and len(self._known) >= min(self._passes, _LEAST_KNOWN):
+        ready = self._priced and len(self._known) >= min(self._passes, _LEAST_KNOWN)
+        if self._contest is None and not self.finished and ready:
             self._begin_contest()
+
+    @property
+    def priced(self) -> bool:
+        """Whether the predictions are final."""
+        return self._priced
+
+    def reprice(self, predicted: Sequence[float]) -> None:
+        """Replace the predictions before the first trial.
+
+        Args:
+            predicted: predicted seconds of a step by candidate; empty to keep the earlier ones.
+        """
+        if predicted:
+            known = zip(self._candidates, predicted, strict=True)
+            self._candidates = [replace(each, predicted=seconds) for each, seconds in known]
+            self._left = self._worth_considering()
+        self._priced = True
+
+    def _worth_considering(self) -> list[int]:
+        """Candidates in the order in which they may be tried: those that always are, then the fastest first."""
+        most = LARGEST_RATIO * self._candidates[0].predicted
+        others = [n for n, each in enumerate(self._candidates) if n and (each.always or each.predicted < most)]
+        others.sort(key=lambda n: (not self._candidates[n].always, self._candidates[n].predicted))
+        return others
 
     def give_up(self) -> None:
         """End the present trial without an outcome, because its plan cannot synchronize a pass."""
@@ -142,16 +178,19 @@ class Tuner:
 
     def _begin_contest(self) -> None:
         """Begin to try the next candidate, or finish."""
-        while self._left:
+        while self._left and self._tried < self._plans:
             candidate = self._left.pop(0)
             if self._is_worth_trying(candidate):
                 self._trying, self._turn = candidate, 0
+                self._tried += 1
                 self._contest = Contest(self._passes, self._known)
                 return
-        others = len(self._candidates) - 1 > self._given_up
-        reason = (
-            "no other plan is expected to gain more than a trial costs" if others else "there is no other plan to try"
-        )
+        if self._left:
+            reason = f"tuning.plans allows {counted(self._plans, 'trial')}"
+        elif len(self._candidates) - 1 > self._given_up:
+            reason = "no other plan is expected to gain more than a trial costs"
+        else:
+            reason = "there is no other plan to try"
         unopened = f"; ranks could not open {counted(self._given_up, 'plan')}" if self._given_up else ""
         self.finished = reason + unopened
 
@@ -160,7 +199,8 @@ class Tuner:
         accepted = bool(contest.accepted)
         self.trials.append(Trial(self._trying, self.present, accepted, contest.seconds, contest.passes))
         predicted = self._candidates[self._trying].predicted / self._candidates[self.present].predicted
-        self._errors.append(math.log(contest.ratio / predicted))
+        if sign := self._kind_sign(self._trying):
+            self._kind_errors.append(sign * math.log(contest.ratio / predicted))
         if accepted:
             self.present = self._trying
         self._known = [contest.seconds[accepted]] * min(self._passes, _LEAST_KNOWN)
@@ -171,12 +211,18 @@ class Tuner:
         if self._candidates[candidate].always:
             return True
         mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted)
-        spread = FIRST_SPREAD
-        if self._errors:
-            # The spread of predictions, with the first guess as one more observation.
-            spread = math.sqrt(statistics.fmean([FIRST_SPREAD**2, *(error**2 for error in self._errors)]))
-        gain, loss = _expectations(mean, spread)
+        variance = OWN_SPREAD**2
+        if sign := self._kind_sign(candidate):
+            # What trials told of the difference between the two kinds: the mean and variance of a normal posterior.
+            known = 1 / (KIND_SPREAD**-2 + len(self._kind_errors) / variance)
+            mean += sign * sum(self._kind_errors) / variance * known
+            variance += known
+        gain, loss = _expectations(mean, math.sqrt(variance))
         return gain * self._horizon > loss * self._passes
+
+    def _kind_sign(self, candidate: int) -> int:
+        """1 if the candidate is no native plan and the present one is, -1 if it is the other way round, else 0."""
+        return int(self._candidates[self.present].native) - int(self._candidates[candidate].native)
 
 
 def _expectations(mean: float, spread: float) -> tuple[float, float]:

@@ -1,0 +1,114 @@
+"""Predicted step times of a job's plans, with the computation that its first steps have shown."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.plan import Schedule
+from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.workload import Workload
+
+
+def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[StepTrace], slowest: float) -> Workload:
+    """The workload with the times of measured steps.
+
+    Each message tells when its last gradient was ready. Between two such times, gradients are taken to become ready in
+    proportion to their bytes. What lies between two steps (optimizer, data) counts as part of the forward pass.
+
+    Args:
+        workload: the parameters; its own times are not used.
+        schedule: the schedule by which the steps were synchronized.
+        traces: the times of steps on this rank; medians count.
+        slowest: seconds of computation in a step of the slowest rank; the times of this rank are scaled to that.
+    """
+    forward = statistics.median(trace.forward for trace in traces)
+    backward = statistics.median(trace.backward - trace.forward for trace in traces)
+    if forward + backward <= 0:
+        return workload
+    order = workload.ready_order
+    sizes = {variable.name: variable.bytes for variable in workload.variables}
+    passed = dict(zip(order, accumulate(sizes[name] for name in order), strict=True))
+    marks = {0: 0.0, workload.bytes: backward}
+    for message in schedule.messages:
+        times = [at - trace.forward for trace in traces if (at := trace.ready[message.index]) is not None]
+        if times:
+            place = max(passed[name] for name in message.variables)
+            marks[place] = max(marks.get(place, 0.0), min(statistics.median(times), backward))
+    places = sorted(marks)
+    ready = numpy.interp([passed[name] for name in order], places, list(accumulate((marks[at] for at in places), max)))
+    factor = slowest / (forward + backward)
+    by_name = dict(zip(order, (factor * ready).tolist(), strict=True))
+    return workload.model_copy(
+        update={
+            "forward_time": factor * forward,
+            "backward_time": factor * backward,
+            "optimizer_time": 0.0,
+            "variables": tuple(
+                variable.model_copy(update={"ready": by_name[variable.name]}) for variable in workload.variables
+            ),
+        }
+    )
+
+
+class PlanPrices:
+    """Predicts the step times of plans on a thread, while training continues.
+
+    Args:
+        workload: the parameters of the model.
+        cluster: the links, with rates.
+        constants: costs of the hosts.
+        schedules: the compiled plans; the first is that of the measured steps.
+    """
+
+    def __init__(
+        self, workload: Workload, cluster: ClusterSpec, constants: Constants, schedules: Sequence[Schedule]
+    ) -> None:
+        self._workload, self._cluster, self._constants = workload, cluster, constants
+        self._schedules = schedules
+        self._found: list[float] = []
+        self._thread: threading.Thread | None = None
+
+    def start(self, traces: Sequence[StepTrace], slowest: float) -> None:
+        """Begin to predict; arguments as for `timed_workload`."""
+        job = self._guarded(lambda: self._predict(traces, slowest))
+        self._thread = threading.Thread(target=job, name="autosync-prices", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> Sequence[float] | None:
+        """Predicted seconds of a step by plan, after at most so many seconds; None if they are not known by then.
+
+        They are empty if the prediction failed. A warning has told why.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join(seconds)
+        return None if self._thread.is_alive() else self._found
+
+    def _predict(self, traces: Sequence[StepTrace], slowest: float) -> None:
+        # Times of a workload hold for a node of speed 1.
+        speed = min(node.speed for node in self._cluster.nodes)
+        timed = timed_workload(self._workload, self._schedules[0], traces, speed * slowest)
+        replay = Replay(timed, self._cluster, self._constants)
+        self._found = [replay.predict(schedule).step_time for schedule in self._schedules]
+
+    @staticmethod
+    def _guarded(predict: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                predict()
+            except Exception as error:  # training does not depend on it
+                warnings.warn(
+                    f"AutoSync: plans are tried in the order of their first predictions, because new ones failed: "
+                    f"{type(error).__name__}: {error}; this is a fault of lightning-autosync: please report it",
+                    stacklevel=1,
+                )
+
+        return run

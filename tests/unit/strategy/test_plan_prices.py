@@ -1,0 +1,135 @@
+"""Plans are predicted anew with the computation that the first steps of a job have shown."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.plan import Schedule, builders, compile_plan
+from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.strategy.tuning.prices import PlanPrices, timed_workload
+from lightning_autosync.strategy.tuning.tuner import Candidate, Tuner
+from lightning_autosync.workload import Variable, Workload
+
+PAIR = ClusterSpec.uniform(2, bandwidth="100 Mbit/s", name="pair")
+# 4 kB, 8 kB, 12 kB; backward makes the last gradient first.
+WORKLOAD = Workload(
+    name="three",
+    variables=tuple(Variable(name=name, shape=(size,)) for name, size in [("a", 1000), ("b", 2000), ("c", 3000)]),
+)
+
+
+def schedule_of(workload: Workload = WORKLOAD, **sizes: int) -> Schedule:
+    return compile_plan(builders.all_reduce(workload, PAIR, **sizes), workload, PAIR)
+
+
+def trace(forward: float, ready: tuple[float | None, ...], backward: float) -> StepTrace:
+    return StepTrace(forward, backward, backward + 0.1, backward + 0.1, ready, ready, ready)
+
+
+def ready_of(workload: Workload) -> dict[str, float | None]:
+    return {variable.name: variable.ready for variable in workload.variables}
+
+
+def test_gradients_are_ready_when_their_messages_were_and_in_proportion_to_bytes_between() -> None:
+    schedule = schedule_of(first_bucket_bytes=12_000, bucket_bytes=12_000)  # c | b, a
+    assert [message.variables for message in schedule.messages] == [("c",), ("b", "a")]
+    timed = timed_workload(WORKLOAD, schedule, [trace(1.0, (1.2, 1.5), 1.6)] * 3, slowest=1.6)
+    assert timed.forward_time == pytest.approx(1.0)
+    assert timed.backward_time == pytest.approx(0.6)
+    assert ready_of(timed) == pytest.approx({"c": 0.2, "b": 0.2 + 0.4 * 2 / 3, "a": 0.6})
+
+
+def test_medians_of_steps_count_and_the_slowest_rank_scales_them() -> None:
+    traces = [trace(1.0, (1.5,), 2.0), trace(1.0, (1.5,), 2.0), trace(9.0, (9.9,), 10.0)]
+    timed = timed_workload(WORKLOAD, schedule_of(), traces, slowest=4.0)
+    assert (timed.forward_time, timed.backward_time) == pytest.approx((2.0, 2.0))
+
+
+def test_messages_without_a_time_and_steps_without_computation_are_no_error() -> None:
+    schedule = schedule_of(first_bucket_bytes=12_000, bucket_bytes=12_000)
+    timed = timed_workload(WORKLOAD, schedule, [trace(1.0, (None, 1.6), 1.6)], slowest=1.6)
+    assert ready_of(timed) == pytest.approx({"c": 0.3, "b": 0.5, "a": 0.6})
+    assert timed_workload(WORKLOAD, schedule, [trace(0.0, (0.0, 0.0), 0.0)], slowest=0.0) == WORKLOAD
+
+
+def test_times_never_exceed_the_backward_pass_and_never_fall() -> None:
+    schedule = schedule_of(first_bucket_bytes=12_000, bucket_bytes=12_000)
+    timed = timed_workload(WORKLOAD, schedule, [trace(1.0, (1.9, 1.2), 1.6)], slowest=1.6)
+    assert ready_of(timed) == pytest.approx({"c": 0.6, "b": 0.6, "a": 0.6})
+
+
+def test_the_size_of_buckets_that_suits_the_computation_is_predicted_to_be_the_fastest() -> None:
+    large = Workload(name="even", variables=tuple(Variable(name=f"w{n}", shape=(62_500,)) for n in range(16)))
+    sizes = (250_000, 10**9)
+    schedules = [schedule_of(large, first_bucket_bytes=size, bucket_bytes=size) for size in sizes]
+    without = [Replay(large, PAIR).predict(schedule).step_time for schedule in schedules]
+    # Backward takes as long as the transfer: small messages hide most of it.
+    found = prices_of(large, schedules, trace(0.01, tuple(0.01 + 0.02 * (n + 1) for n in range(16)), 0.33))
+    assert without[0] == pytest.approx(without[1], rel=0.01)
+    assert found[0] < 0.7 * found[1]
+
+
+def prices_of(
+    workload: Workload, schedules: list[Schedule], measured: StepTrace, cluster: ClusterSpec = PAIR
+) -> list[float]:
+    prices = PlanPrices(workload, cluster, Constants(), schedules)
+    assert prices.wait(0.0) is None
+    prices.start([measured], measured.backward)
+    found = prices.wait(60.0)
+    assert found is not None
+    return list(found)
+
+
+def test_a_prediction_that_fails_is_told_and_gives_none() -> None:
+    unmeasured = ClusterSpec.uniform(2)
+    with pytest.warns(UserWarning, match="new ones failed: ClusterError: "):
+        assert prices_of(WORKLOAD, [schedule_of()], trace(1.0, (1.5,), 2.0), unmeasured) == []
+
+
+def drive(tuner: Tuner, seconds: list[float], passes: int) -> set[int]:
+    used = set()
+    for _ in range(passes):
+        plan = tuner.following()
+        used.add(plan)
+        tuner.record(seconds[plan])
+    return used
+
+
+def test_nothing_is_tried_before_the_new_predictions_and_then_in_their_order() -> None:
+    names = ("present", "slow", "fast", "faster")
+    tuner = Tuner([Candidate(name, 1.0) for name in names], warm_up=1, passes=8, priced=False)
+    assert drive(tuner, [1.0] * 4, 40) == {0}
+    tuner.reprice([1.0, 1.2, 0.95, 0.9])
+    drive(tuner, [1.0] * 4, 80)
+    assert [trial.candidate for trial in tuner.trials] == [3, 2]  # 1 is predicted more than 10% slower
+
+
+def test_without_new_predictions_the_earlier_ones_count() -> None:
+    tuner = Tuner([Candidate("present", 1.0), Candidate("other", 0.9)], warm_up=1, passes=8, priced=False)
+    tuner.reprice([])
+    drive(tuner, [1.0, 0.9], 60)
+    assert tuner.present == 1
+
+
+def test_trials_end_at_their_maximum() -> None:
+    tuner = Tuner([Candidate(str(n), 1.0) for n in range(9)], warm_up=1, passes=8, plans=3)
+    drive(tuner, [1.0] * 9, 300)
+    assert len(tuner.trials) == 3
+    assert tuner.finished == "tuning.plans allows 3 trials"
+
+
+def test_trials_correct_the_predictions_of_plans_of_their_kind_only() -> None:
+    """Trees that prove much slower than predicted speak against other trees, and not against native plans."""
+    candidates = [Candidate("present", 1.0, native=True)]
+    candidates += [Candidate(f"trees {n}", 0.99) for n in range(4)] + [Candidate("native", 1.0, native=True)]
+    tuner = Tuner(candidates, warm_up=1, passes=8)
+    drive(tuner, [1.0, *[1.45] * 4, 0.9], 300)
+    tried = [trial.candidate for trial in tuner.trials]
+    assert 1 <= len([each for each in tried if each < 5]) <= 2
+    assert 5 in tried
+    assert tuner.present == 5
+    assert not math.isnan(tuner.usual_seconds)
