@@ -75,10 +75,10 @@ class GainResult(Result):
         return [row for row in self.rows if row.kind == kind]
 
     def figures(self) -> dict[str, str]:
-        rows = {"DDP": self.of("ddp")[0], **{CHOICE[kind]: row for kind in CHOICE for row in self.of(kind)}}
-        found = {"best DDP": seconds_text(rows["DDP"].step_time)}
-        found |= {name: f"{row.speedup:.2f}x" for name, row in rows.items() if name != "DDP"}
-        return {**found, "bound": f"{self.of('bound')[0].speedup:.2f}x"}
+        """The best DDP's step time, and speedups: of AutoSync's choice, with overlap, with shares, and at the bound."""
+        kinds: dict[str, Kind] = {"speedup": "choice", "overlap": "overlap", "shares": "shares", "bound": "bound"}
+        speedups = {name: f"{row.speedup:.2f}x" for name, kind in kinds.items() for row in self.of(kind)}
+        return {"best DDP": seconds_text(self.of("ddp")[0].step_time), **speedups}
 
 
 def gain_table(result: GainResult) -> Table:
@@ -115,7 +115,7 @@ def gain_remarks(result: GainResult) -> Iterator[str]:
     if not result.computes:
         yield "the times of forward and backward are unknown and count as 0, so these are times of synchronization"
     if any(row.kind != "bound" and row.messages and row.sent is None for row in result.rows):
-        yield "rows: only touched rows of embeddings travel, and their number varies"
+        yield "rows: only touched rows of embeddings travel; DDP sends whole tables, unless modules have sparse=True"
     yield "overlap: for models on CPUs; its prediction has not been compared with measurements"
     if result.of("shares"):
         yield "batch shares: each rank computes its part of a batch in proportion to the speed of its node"

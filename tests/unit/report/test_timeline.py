@@ -104,7 +104,7 @@ def test_the_share_of_the_bound_is_that_of_exact_plans(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),))
     text = predict(builders.all_reduce(workload, cluster, compressor="bf16"), workload, cluster, tmp_path)
-    assert "1045.6 ms (of exact plans; this one is compressed)" in text
+    assert "1.046 s (of exact plans; this one is compressed)" in text
     assert "reached" not in text
     assert json.loads((tmp_path / "result.json").read_text())["bound_share"] is None
 
