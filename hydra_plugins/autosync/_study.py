@@ -225,6 +225,7 @@ def _entry(trial: FrozenTrial, compares: bool) -> dict[str, Any]:
         "state": trial.state.name.lower(),
         "params": trial.params,
         "values": trial.values if compares else None,
+        "figures": trial.user_attrs.get("figures", {}),
         "seconds": trial.user_attrs.get("seconds"),
         "error": trial.user_attrs.get("error"),
     }

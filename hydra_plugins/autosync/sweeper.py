@@ -89,7 +89,7 @@ class OptunaSweeper(Sweeper):
                 how = f"run the same command with hydra.sweep.dir={directory}"
                 raise SweepInterrupted(f"interrupted; to resume, {how}") from None
             write_record(study, space, directory, self._compares)
-            self._report(study, directory)
+            self._report(study, space, directory)
 
     @property
     def _is_grid(self) -> bool:
@@ -175,9 +175,12 @@ class OptunaSweeper(Sweeper):
     def _tell(self, study: optuna.Study, trial: optuna.Trial, found: JobReturn | Exception, seconds: float) -> None:
         import optuna
 
+        from hydra_plugins.autosync._table import FIGURES, figures_of
+
         try:
             result = _result(found)
             values = self._values(result) if self._compares else [seconds]
+            trial.set_user_attr(FIGURES, figures_of(found))
         except optuna.TrialPruned:
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         except Exception as error:
@@ -197,12 +200,15 @@ class OptunaSweeper(Sweeper):
                 return numbers
         raise SweepError(f"the job returned {result!r}; hydra.sweeper.direction needs {count} number(s)")
 
-    def _report(self, study: optuna.Study, directory: Path) -> None:
-        """Log the best trials, and fail if too many failed."""
+    def _report(self, study: optuna.Study, space: Space, directory: Path) -> None:
+        """Print the table of all trials, log the best ones, and fail if too many failed."""
         from optuna.trial import TrialState
 
         from hydra_plugins.autosync._study import of_sweep
+        from hydra_plugins.autosync._table import sweep_table
+        from lightning_autosync.cli.tables import table_console
 
+        table_console().print(sweep_table(study, space, self._compares))
         complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if self._compares and complete:
             for best in study.best_trials:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_autosync.cli.progress import ShownProgress
 from lightning_autosync.cli.tables import table_console
 from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.measure.bench.output import draw, remarks, result_table
@@ -47,7 +48,8 @@ def bench(configuration: dict[str, Any], directory: Path) -> BenchResult:
         with suppress(UnwritableError):
             keep(result)
 
-    result = run_bench(settings, keep_if_possible)
+    with ShownProgress("bench") as report:
+        result = run_bench(settings, keep_if_possible, report)
     console = table_console()
     console.print(result_table(result))
     for line in remarks(result):

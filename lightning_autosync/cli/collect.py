@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_autosync.cli.progress import ShownProgress
 from lightning_autosync.lab.collection.card import write_card
 from lightning_autosync.lab.collection.collector import Collector
 from lightning_autosync.lab.collection.drawing import draw_combinations
@@ -37,9 +38,11 @@ def collect(configuration: dict[str, Any], directory: Path) -> None:
     start = time.perf_counter()
     with Writer(settings.dataset) as writer:
         before = len(writer.keys)
-        collector = Collector(settings, constants, writer)
+        shown = ShownProgress("collect")
+        collector = Collector(settings, constants, writer, shown)
         try:
-            collector.run(combinations)
+            with shown:
+                collector.run(combinations)
         finally:
             writer.flush()
             write_card(writer.directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,14 @@ from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.errors import DocumentError
 
 WIDTH = 120
+_PLACES = {
+    "emulated": "on this machine behind emulated links of the cluster (root on Linux)",
+    "local": "on this machine",
+    "slurm": "in a SLURM job",
+    "ssh": "on the nodes of the cluster, started by ssh",
+    "torchrun": "in a job that torchrun or SLURM started already",
+}
+"""Where the ranks of each launch run."""
 _OF_VERBS = re.compile(r"\((\w+(?:, \w+)*)\) ")
 """The beginning of an option's first comment if it is only for some verbs: ``# (converge, train) What it is.``"""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
@@ -36,7 +44,25 @@ def help_text(verb: str, purpose: str) -> str:
     lines += ["", "keys:", *(f"  {line}" for line in _keys(text))]
     lines += ["", f"Keys of an option are set by GROUP.KEY=VALUE, and read in {directory}."]
     lines += ["--config-dir DIR adds options of your own: DIR/GROUP/OPTION.yaml."]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_outputs(data), *_places(verb, defaults)])
+
+
+def _outputs(data: dict[str, Any]) -> Iterator[str]:
+    """Where outputs go, which files they are, and, for verbs without launches, where the verb runs."""
+    folder = str(data["hydra"]["run"]["dir"])
+    for pattern, word in (("${now:%Y-%m-%d}", "DATE"), ("${now:%H-%M-%S}", "TIME"), ("${rank}", "RANK")):
+        folder = folder.replace(pattern, word)
+    if folder != ".":
+        yield f"Outputs go to {folder}; hydra.run.dir=DIR names another folder."
+    if "sweep" in data["hydra"]:
+        yield "A sweep has a folder for each run there (or in hydra.sweep.dir=DIR), and ends with a table of results."
+    yield from textwrap.dedent(data["hydra"]["help"]["footer"]).splitlines()
+
+
+def _places(verb: str, groups: Collection[str]) -> Iterator[str]:
+    """Where ranks run, for verbs with launches."""
+    if "launch" in groups:
+        yield from ("Ranks run:", *(f"  {_PLACES[option]}: launch={option}" for option in _options(verb, "launch")))
 
 
 def check_overrides(verb: str, arguments: Sequence[str]) -> None:
@@ -150,7 +176,8 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
         beside = set(error.options or ())
         own = [name for name in _options(verb, group) if name in beside]
         foreign = sorted(beside - {path.stem for path in (configuration_directory() / group).glob("*.yaml")})
-        return f"{group}: '{option}' is not known; allowed: {', '.join([*own, *foreign])}"
+        known = f"{group}: '{option}' is not known; allowed: {', '.join([*own, *foreign])}"
+        return known + (f"; for a model of the catalogue, give workload={option}" if _is_workload(verb, option) else "")
     if isinstance(error, OverrideParseException):
         return f"'{error.override}': not of the form key=value: {_first_line(error)}"
     if found := _WRONG_KEY.match(str(error)):
@@ -184,9 +211,20 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
         place, beside = under, {}
     if not beside:
         return f"{key}: {place} has no keys yet; to add this one, write +{key}=..."
-    names = sorted({*map(str, node), *([] if place else [name for name in groups if _has_group(verb, name)])})
+    own = sorted(map(str, node))
+    if not place and key in own:
+        # Hydra takes KEY=VALUE for an option of a group if any verb has such a group.
+        return f"{key}: takes no options for {verb}, but keys and values; set one by +{key}.KEY=VALUE"
+    names = sorted({*own, *([] if place else [name for name in groups if _has_group(verb, name)])})
     add = f"; to add one, write +{key}=..." if place == "contenders" else ""
     return f"{key}: unknown key; allowed{f' in {place}' if place else ''}: {', '.join(names)}{add}"
+
+
+def _is_workload(verb: str, option: str) -> bool:
+    """Whether the verb takes this name as a workload of the catalogue."""
+    from lightning_autosync.workload import catalogue
+
+    return verb == "predict" and option in catalogue.names()
 
 
 def _has_group(verb: str, group: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lightning_autosync.cli.progress import ShownProgress
 from lightning_autosync.cli.tables import table_console
 from lightning_autosync.documents import RESULT
 from lightning_autosync.lab.convergence.comparison import compare
@@ -32,7 +33,8 @@ def converge(configuration: dict[str, Any], directory: Path) -> None:
         survey.write(directory)
         console.print(f"{directory / RESULT}", soft_wrap=True, highlight=False)
         return
-    result = compare(settings)
+    with ShownProgress("converge") as report:
+        result = compare(settings, report)
     for speed in result.settings.chosen_speeds:
         console.print(result_table(result, speed))
     for line in remarks(result):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
+from lightning_autosync.cli.progress import ShownProgress
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting.comparison import (
     FitResult,
@@ -29,10 +28,9 @@ from lightning_autosync.learned.card import CARD, HeldOutAccuracy
 from lightning_autosync.learned.dataset import Dataset, Sample
 from lightning_autosync.learned.examples import Examples
 from lightning_autosync.measure.hosts import emulated_hosts
+from lightning_autosync.measure.progress import Report
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import RunFile, alone
-
-_log = logging.getLogger(__name__)
 
 
 def fit(configuration: dict[str, Any], directory: Path) -> None:
@@ -51,13 +49,14 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     kept, apart = hold_out(samples, settings.held_out)
     start, constants = _start(settings, cores)
     console = Console()
+    shown = ShownProgress("fit")
     path = Path(settings.runs) if settings.runs else directory / "runs.jsonl"
-    with alone(path), Progress(console=console, transient=True) as progress:
+    with alone(path), shown as report:
         file = run_file(path, settings, constants)
         begun = time.perf_counter()
-        encoded = _encode(settings, kept, constants, progress)
+        encoded = _encode(settings, kept, constants, report)
         encoding = time.perf_counter() - begun
-        runs = _compare(settings, kept, encoded, constants, file, start, progress)
+        runs = _compare(settings, kept, encoded, constants, file, start, report)
     fitted = directory / "simulator"
     begun = time.perf_counter()
     simulator = start or settings.simulator.build(constants, settings.seed)
@@ -148,12 +147,16 @@ def _start(settings: FitSettings, cores: set[float]) -> tuple[LearnedEstimator |
 
 
 def _encode(
-    settings: FitSettings, samples: Sequence[Sample], constants: Constants, progress: Progress
+    settings: FitSettings, samples: Sequence[Sample], constants: Constants, report: Report
 ) -> dict[str, Examples]:
     kinds = tuple(dict.fromkeys((*settings.compare, settings.simulator.kind)))
-    _log.info("encoding %d samples", len(samples))
-    task = progress.add_task("encoding", total=len(samples))
-    return encode_samples(samples, constants, kinds, settings.processes, lambda count: progress.advance(task, count))
+    counts: list[int] = []
+
+    def tell(count: int) -> None:
+        counts.append(count)
+        report(sum(counts), len(samples), "samples encoded")
+
+    return encode_samples(samples, constants, kinds, settings.processes, tell)
 
 
 def _compare(
@@ -163,13 +166,12 @@ def _compare(
     constants: Constants,
     file: RunFile[FitRun],
     start: LearnedEstimator | None,
-    progress: Progress,
+    report: Report,
 ) -> list[FitRun]:
     """All runs of the comparison."""
     total = settings.seeds * len(settings.splits) * len(set(settings.compare))
-    task = progress.add_task("comparing", total=total)
-    runs = []
+    runs: list[FitRun] = []
     for run in compare(settings, samples, encoded, constants, file, start):
         runs.append(run)
-        progress.advance(task)
+        report(len(runs), total, f"{run.simulator}, {run.split}, division {run.division}")
     return runs

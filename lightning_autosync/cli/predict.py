@@ -1,97 +1,145 @@
-"""``autosync predict``: predict the time of a step under a plan, and explain it, without a cluster."""
+"""``autosync predict``: what a job would gain over DDP, or the time of a step under one plan; without a cluster."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from lightning_autosync.cli.tables import table_console
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
-from lightning_autosync.documents import Configuration, is_path
+from lightning_autosync.documents import RESULT, Configuration, describe_validation_error, is_path
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.hybrid.validation import check_plan
-from lightning_autosync.measure.models.recipes import AnyModel
+from lightning_autosync.measure.bench.settings import DDPSweep
+from lightning_autosync.measure.models.recipes import AnyModel, model_of
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.replay import Constants
+from lightning_autosync.report.gain import GainResult, gain_remarks, gain_table
 from lightning_autosync.report.hybrid_prediction import predict_hybrid
 from lightning_autosync.report.predict import predict as predict_step
+from lightning_autosync.strategy.gain import predict_gain
+from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload, catalogue
+
+WORKLOAD = "vgg16"
+"""The workload if neither a workload nor a model is given."""
 
 
 class PredictSettings(Configuration):
     """What to predict.
 
     Attributes:
-        plan: path of a plan file, or name of a builder.
+        plan: path of a plan file, or name of a builder; None compares DDP, AutoSync's choice and all builders.
         arguments: arguments of the builder.
-        workload: path of a workload file, or name of a model in the catalogue.
-        model: arguments of the model, for example ``batch_size``.
+        workload: path of a workload file, or name of a model in the catalogue; None takes that of ``model``, if it is a
+            model of the bench, else `WORKLOAD`.
+        model: a model of the bench, or arguments of the workload's model, for example ``batch_size``.
         cluster: cluster document, path of its file, or name of a shipped cluster.
         constants: file of the hosts' constants, from a probe; None uses the defaults.
         module: model for a plan that splits operators, instead of a workload.
         rates: file of rates for such a plan, from a tuning run; None uses the defaults.
+        ddp: settings of DDP to compare with; sizes of buckets make a difference.
+        search_seconds: maximum seconds of the search for AutoSync's choice.
     """
 
-    plan: str
+    plan: str | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
-    workload: str
+    workload: str | None = None
     model: dict[str, Any] = Field(default_factory=dict)
     cluster: str | dict[str, Any]
     constants: str | None = None
     module: AnyModel | None = None
     rates: str | None = None
+    ddp: DDPSweep = DDPSweep()
+    search_seconds: Annotated[float, Field(ge=0.1)] = TuningSettings.search
 
 
 def predict(configuration: dict[str, Any], directory: Path) -> None:
-    """Print a prediction; write figures, a trace and ``result.json`` to ``directory``.
+    """Print a prediction, and write ``result.json`` to ``directory``.
+
+    Without a plan it is a table of what the job would gain over DDP. With a plan it is a step of that plan, also as
+    figures and as a trace.
 
     Raises:
         AutoSyncError: a setting is wrong, or plan, workload and cluster do not match.
     """
     settings = PredictSettings.parse(configuration)
+    if settings.plan is None:
+        _print_gain(_predict_gain(settings), directory)
+        return
     if is_path(settings.plan) and HybridPlan.is_in(settings.plan):
-        print(_predict_hybrid(settings, directory), end="")
+        print(_predict_hybrid(settings.plan, settings, directory), end="")
         print(f"{directory}: result.json, mesh.svg")
         return
     workload, cluster = _workload(settings), _cluster(settings.cluster)
-    constants = Constants() if settings.constants is None else Constants.load(settings.constants)
-    plan = _plan(settings, workload, cluster)
+    constants = _constants(settings)
+    plan = _plan(settings.plan, settings.arguments, workload, cluster)
     print(predict_step(plan, workload, cluster, directory, constants, settings.plan), end="")
     print(f"{directory}: result.json, timeline.svg, timeline.png, trace.json")
 
 
-def _predict_hybrid(settings: PredictSettings, directory: Path) -> str:
+def _predict_gain(settings: PredictSettings) -> GainResult:
+    for name in ("arguments", "module", "rates"):
+        if getattr(settings, name):
+            raise DocumentError(f"{name}: only for one plan; give plan=..., or leave {name} out")
+    workload, cluster = _workload(settings), _cluster(settings.cluster)
+    tuning = TuningSettings(search=settings.search_seconds)
+    return predict_gain(workload, cluster, _constants(settings), settings.ddp, tuning)
+
+
+def _print_gain(result: GainResult, directory: Path) -> None:
+    result.write(directory)
+    console = table_console()
+    console.print(gain_table(result))
+    for line in (*gain_remarks(result), str(directory / RESULT)):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _predict_hybrid(path: str, settings: PredictSettings, directory: Path) -> str:
     if settings.module is None:
-        raise DocumentError(f"module: missing; '{settings.plan}' splits a model's operators; give model@module=NAME")
+        raise DocumentError(f"module: missing; '{path}' splits a model's operators; give model@module=NAME")
     with torch.device("meta"):
         module = settings.module.module()
-    plan, cluster = HybridPlan.load(settings.plan), _cluster(settings.cluster)
-    check_plan(plan, module, cluster.world_size, settings.plan)
+    plan, cluster = HybridPlan.load(path), _cluster(settings.cluster)
+    check_plan(plan, module, cluster.world_size, path)
     graph = capture(module, *settings.module.batches(0)[0])
     rates = HybridRates() if settings.rates is None else HybridRates.load(settings.rates)
     return predict_hybrid(plan, graph, cluster, rates, directory)
 
 
 def _workload(settings: PredictSettings) -> Workload:
-    if not is_path(settings.workload):
-        return catalogue.build(settings.workload, **settings.model)
+    if {"kind", "_target_"} & settings.model.keys():
+        if settings.workload is not None:
+            raise DocumentError("workload: model=NAME has its own workload; give only one of the two")
+        try:
+            return model_of(settings.model).workload("rows")
+        except ValidationError as error:
+            raise DocumentError(f"model: {describe_validation_error(error, settings.model)}") from None
+    name = settings.workload or WORKLOAD
+    if not is_path(name):
+        return catalogue.build(name, **settings.model)
     if settings.model:
-        raise DocumentError(f"model: workload '{settings.workload}' is a file and takes no arguments; leave model out")
-    return Workload.load(settings.workload)
+        raise DocumentError(f"model: workload '{name}' is a file and takes no arguments; leave model out")
+    return Workload.load(name)
+
+
+def _constants(settings: PredictSettings) -> Constants:
+    return Constants() if settings.constants is None else Constants.load(settings.constants)
 
 
 def _cluster(value: str | dict[str, Any]) -> ClusterSpec:
     return ClusterSpec.from_dict(value) if isinstance(value, dict) else resolve_cluster(value)
 
 
-def _plan(settings: PredictSettings, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
-    if is_path(settings.plan):
-        if settings.arguments:
-            raise DocumentError(f"arguments: plan '{settings.plan}' is a file and takes no arguments; leave them out")
-        return SyncPlan.load(settings.plan)
-    return builders.build(settings.plan, workload, cluster, **settings.arguments)
+def _plan(name: str, arguments: dict[str, Any], workload: Workload, cluster: ClusterSpec) -> SyncPlan:
+    if is_path(name):
+        if arguments:
+            raise DocumentError(f"arguments: plan '{name}' is a file and takes no arguments; leave them out")
+        return SyncPlan.load(name)
+    return builders.build(name, workload, cluster, **arguments)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import optuna
 from rich.console import Console
 
+from lightning_autosync.cli.progress import ShownProgress
 from lightning_autosync.cli.tables import FILE_WIDTH
 from lightning_autosync.lab.rehearsal.contest import Contest, SamplerRun
 from lightning_autosync.lab.rehearsal.outcome import RehearsalResult, draw, standings, table
 from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
-
-_log = logging.getLogger(__name__)
 
 
 def rehearse(configuration: dict[str, Any], directory: Path) -> None:
@@ -30,11 +28,13 @@ def rehearse(configuration: dict[str, Any], directory: Path) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path = Path(settings.runs) if settings.runs else directory / "runs.jsonl"
     runs: list[SamplerRun] = []
-    for run, new in Contest(settings).runs(path):
-        runs.append(run)
-        if new:
-            ratio = run.builder / float(run.incumbents[-1])
-            _log.info("%s, %s, seed %d: %.3f of the best builder's speed", run.pair, run.sampler, run.seed, ratio)
+    total = len(settings.pairs) * len(settings.samplers) * settings.seeds
+    with ShownProgress("rehearse") as report:
+        for run, _ in Contest(settings).runs(path):
+            runs.append(run)
+            speedup = run.builder / float(run.incumbents[-1])
+            what = f"{run.sampler}, {run.pair}, seed {run.seed}"
+            report(len(runs), total, f"{what}: speedup over the best builder {speedup:.3f}x")
     found = standings(runs)
     Console(width=FILE_WIDTH).print(table(found))
     RehearsalResult(

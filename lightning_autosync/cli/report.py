@@ -51,6 +51,9 @@ class ReportResult(Result):
     report: str
     runs: tuple[dict[str, Any], ...]
 
+    def figures(self) -> dict[str, str]:
+        return {"report": self.report, "runs": str(len(self.runs))}
+
 
 def report(configuration: dict[str, Any], directory: Path) -> None:
     """Write a report of one tuning run, or one that compares several, and ``result.json`` with a row per run.

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
 
+from lightning_autosync.cli.progress import ShownProgress
 from lightning_autosync.documents import as_yaml, held
 from lightning_autosync.errors import AutoSyncError, TuningError, UnwritableError
 from lightning_autosync.hybrid import HybridPlan
@@ -94,7 +95,8 @@ def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningO
     """Search, print the result and write it, with a lock on the directory."""
     with _locked(directory), ExitStack() as saving:
         try:
-            outcome = TuningRun(settings, directory, saving).run()
+            with ShownProgress("tune") as report:
+                outcome = TuningRun(settings, directory, saving, report).run()
         except KeyboardInterrupt:
             console.print(_how_to_resume(directory, "interrupted before the first result"))
             raise Interrupted from None
@@ -115,8 +117,9 @@ def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningO
 def _run_hybrid(settings: TuningSettings, directory: Path, console: Console) -> HybridTuningResult:
     """Search plans that may split operators; write the files of `tune`, and ``rates.yaml``."""
     with _locked(directory):
-        run = HybridTuningRun(settings, directory)
-        result = run.run()
+        with ShownProgress("tune") as report:
+            run = HybridTuningRun(settings, directory, report)
+            result = run.run()
         for line in result.lines():
             console.print(line)
         plan = result.plan

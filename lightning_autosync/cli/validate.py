@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lightning_autosync.cli.progress import ShownProgress
 from lightning_autosync.cli.tables import table_console
 from lightning_autosync.lab.validation.accuracy import RANKED, CaseResult, Priced, ReplayAccuracy, ValidationResult, by
 from lightning_autosync.lab.validation.cases import Case, draw_cases
@@ -35,7 +36,8 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
     constants = emulated_hosts(settings.constants)
     cases = draw_cases(settings)
     path = Path(settings.measurements) if settings.measurements else directory / "measurements.jsonl"
-    found = measure_cases(cases, settings, path)
+    with ShownProgress("validate") as report:
+        found = measure_cases(cases, settings, path, report)
     predicted = price(cases, lambda case: constants if settings.constants else hosts_of(found[case.key], constants))
     priced = [
         Priced(case, one.seconds, predicted[case.key], one.foreign_cores, one.noise)

@@ -41,8 +41,9 @@ from lightning_autosync.documents.records import (
     Result,
     check_format,
     checked,
+    result_figures,
 )
-from lightning_autosync.documents.text import canonical, counted, digest, digest_text, shortened, shown
+from lightning_autosync.documents.text import canonical, counted, digest, digest_text, seconds_text, shortened, shown
 
 __all__ = [
     "LARGEST",
@@ -80,6 +81,8 @@ __all__ = [
     "parse_json",
     "read_data",
     "read_text",
+    "result_figures",
+    "seconds_text",
     "shortened",
     "shown",
     "whole_lines",

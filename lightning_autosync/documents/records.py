@@ -176,6 +176,16 @@ class Result(Document):
 
     FINITE: ClassVar[bool] = False
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        if "FORMAT" in cls.__dict__:
+            _RESULTS[cls.FORMAT] = cls
+
+    def figures(self) -> dict[str, str]:
+        """The most important figures of the result by name, for its row in the table of a sweep."""
+        return {}
+
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, the format line first."""
         return {"format": self.FORMAT, **self.model_dump(mode="json", by_alias=True)}
@@ -192,6 +202,24 @@ class Result(Document):
             DocumentError: the file is missing, damaged or of another command.
         """
         return cls.load(directory / RESULT)
+
+
+_RESULTS: dict[str, type[Result]] = {}
+"""Results of the commands whose modules are loaded, by their format lines."""
+
+
+def result_figures(directory: Path) -> dict[str, str]:
+    """The figures of the result in a directory; empty if there is none, or one of another application.
+
+    Raises:
+        DocumentError: the result is damaged.
+    """
+    path = directory / RESULT
+    if not path.is_file():
+        return {}
+    data = read_data(path, finite=False)
+    kind = _RESULTS.get(str(data.get("format"))) if isinstance(data, dict) else None
+    return {} if kind is None else kind.from_dict(data, str(path)).figures()
 
 
 def check_format(found: Any, expected: str, where: str, error: type[DocumentError]) -> None:

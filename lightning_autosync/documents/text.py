@@ -28,6 +28,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def seconds_text(seconds: float) -> str:
+    """Seconds as text in the unit that fits, with four digits: ``0.412 ms``, ``83.10 ms``, ``1.240 s``."""
+    value, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
+    decimals = next((count for limit, count in ((10, 3), (100, 2), (1000, 1)) if value < limit), 0)
+    return f"{value:.{decimals}f} {unit}"
+
+
 def canonical(data: Any) -> str:
     """The canonical JSON text of plain data, with sorted keys and without blanks."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"))

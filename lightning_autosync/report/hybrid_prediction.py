@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Result
+from lightning_autosync.documents import Result, seconds_text
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.cost import (
     BACKWARD,
@@ -60,6 +60,14 @@ class HybridPredictionResult(Result):
     bytes: float
     sent: tuple[Sent, ...]
     memory: dict[str, float]
+
+    def figures(self) -> dict[str, str]:
+        needed = self.memory["state"] + self.memory["step"]
+        return {
+            "step": seconds_text(self.step_seconds),
+            "MB sent": f"{self.bytes / 1e6:.3f}",
+            "MB needed": f"{needed / 1e6:.1f}",
+        }
 
 
 def predict_hybrid(

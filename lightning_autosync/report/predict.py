@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Result
+from lightning_autosync.documents import Result, seconds_text
 from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
 from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.replay import (
@@ -60,6 +60,10 @@ class PredictionResult(Result):
     binding: dict[str, float]
     shared_step_time: float | None = None
 
+    def figures(self) -> dict[str, str]:
+        found = {"step": seconds_text(self.step_time), "step bound": seconds_text(self.step_bound)}
+        return found if self.bound_share is None else {**found, "of bound": f"{self.bound_share:.1%}"}
+
 
 def predict(
     plan: SyncPlan,
@@ -81,10 +85,8 @@ def predict(
     constants = constants or Constants()
     schedule, replay = compile_plan(plan, workload, cluster, source), Replay(workload, cluster, constants)
     prediction = replay.predict(schedule)
-    ordered = first_parameters_first(schedule, [variable.name for variable in workload.variables])
-    # Priorities count on trees only.
-    overlapped = overlapped_step(ordered, workload, replay.predict(ordered) if ordered.tree_edges() else prediction)
-    shared = _shared_step_time(schedule, workload, cluster, constants)
+    overlapped = overlapped_step_time(schedule, workload, replay, prediction)
+    shared = shared_step_time(schedule, workload, cluster, constants)
     bounds = _Bounds(
         least_step(workload, cluster, constants.framing, constants.burst),
         synchronization_bound(workload, cluster, constants.framing, constants.burst),
@@ -95,7 +97,21 @@ def predict(
     return _text(prediction, bounds, overlapped, shared)
 
 
-def _shared_step_time(
+def overlapped_step_time(schedule: Schedule, workload: Workload, replay: Replay, prediction: Prediction) -> float:
+    """Step time with ``overlap="step"``; see `overlapped_step`.
+
+    Args:
+        schedule: a schedule for the workload.
+        workload: the workload.
+        replay: a replay of the workload on its cluster.
+        prediction: the prediction of the schedule without overlap.
+    """
+    ordered = first_parameters_first(schedule, [variable.name for variable in workload.variables])
+    # Priorities count on trees only.
+    return overlapped_step(ordered, workload, replay.predict(ordered) if ordered.tree_edges() else prediction)
+
+
+def shared_step_time(
     schedule: Schedule, workload: Workload, cluster: ClusterSpec, constants: Constants
 ) -> float | None:
     """Step time with batch shares in proportion to speeds; None if all ranks are equally fast.
@@ -149,14 +165,14 @@ def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: fl
     reached = f"of exact plans; this one is {bounds.semantics}" if share is None else f"{share:.0%} reached"
     cut = "" if bounds.step.exact else f", {CUT_BOUND}"
     lines = [
-        f"step                 {step * 1e3:10.1f} ms",
-        f"step with overlap    {overlapped * 1e3:10.1f} ms",
-        f"step bound           {least * 1e3:10.1f} ms ({reached}{cut})",
-        f"synchronization      {prediction.synchronization_time * 1e3:10.1f} ms",
-        f"synchronization bound{bounds.synchronization * 1e3:10.1f} ms{f' ({CUT_BOUND})' if cut else ''}",
+        f"step                 {seconds_text(step):>12}",
+        f"step with overlap    {seconds_text(overlapped):>12}",
+        f"step bound           {seconds_text(least):>12} ({reached}{cut})",
+        f"synchronization      {seconds_text(prediction.synchronization_time):>12}",
+        f"synchronization bound{seconds_text(bounds.synchronization):>12}{f' ({CUT_BOUND})' if cut else ''}",
     ]
     if shared is not None:
-        lines.insert(1, f"step, batch shares   {shared * 1e3:10.1f} ms (each rank's part of a batch as its speed)")
+        lines.insert(1, f"step, batch shares   {seconds_text(shared):>12} (each rank's part of a batch as its speed)")
     if bounds.step.binding:
         lines.append("links that set the synchronization bound")
     lines += [f"  {line}" for line in bounds.step.binding_lines(_BUSIEST)]
@@ -164,5 +180,5 @@ def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: fl
     busiest = sorted(prediction.timeline.links.items(), key=lambda item: -item[1])[:_BUSIEST]
     lines += [f"  {name:30s} {busy:6.1%}" for name, busy in busiest]
     lines.append("critical path")
-    lines += [f"  {span.start * 1e3:10.1f} ms  {span.name}" for span in prediction.critical_path]
+    lines += [f"  {seconds_text(span.start):>12}  {span.name}" for span in prediction.critical_path]
     return "\n".join(lines) + "\n"

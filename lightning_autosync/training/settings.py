@@ -6,7 +6,16 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
-from lightning_autosync.documents import Count, Duration, Index, Metric, Record, Result, describe_validation_error
+from lightning_autosync.documents import (
+    Count,
+    Duration,
+    Index,
+    Metric,
+    Record,
+    Result,
+    describe_validation_error,
+    seconds_text,
+)
 from lightning_autosync.measure.launches.settings import AnyLaunch, ClusterSettings, LaunchSettings, needs_cluster
 from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.plan import Semantics
@@ -155,3 +164,9 @@ class TrainingResult(Result):
     median_step_seconds: Duration | None
     step_seconds_by_rank: tuple[tuple[Duration, ...], ...]
     checkpoint: str | None
+
+    def figures(self) -> dict[str, str]:
+        found = {"strategy": self.strategy}
+        if self.median_step_seconds is not None:
+            found["median step"] = seconds_text(self.median_step_seconds)
+        return found | {name: f"{value:.4g}" for name, value in sorted(self.metrics.items())}

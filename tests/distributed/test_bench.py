@@ -85,8 +85,10 @@ def test_row_wise_contenders_agree_with_dense_ones():
             },
         }
     )
-    result = run_bench(settings)
+    told: list[tuple[int, int]] = []
+    result = run_bench(settings, report=lambda done, total, text: told.append((done, total)))
     assert all(measurement.deviation < 1e-5 for measurement in result.measurements.values())
+    assert told == [(done, len(result.measurements)) for done in range(1, len(result.measurements) + 1)]
 
 
 def test_buffers_follow_and_random_parts_are_the_same_in_every_contender() -> None:

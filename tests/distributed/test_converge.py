@@ -31,6 +31,10 @@ METHODS: dict[str, Any] = {
 STEPS = 12
 
 
+TOLD: list[tuple[int, int]] = []
+"""What was reported of the progress."""
+
+
 @pytest.fixture(scope="module")
 def fixed() -> ConvergenceResult:
     """The same few steps by every method."""
@@ -39,7 +43,8 @@ def fixed() -> ConvergenceResult:
     return compare(
         ConvergenceSettings.parse(
             {"task": {"kind": "digits"}, "methods": METHODS, "rates": [0.05], "steps": STEPS, "momentum": 0.0, **common}
-        )
+        ),
+        lambda done, total, text: TOLD.append((done, total)),
     )
 
 
@@ -50,6 +55,8 @@ def test_all_take_their_steps_and_are_judged(fixed):
         assert run.moments == sorted(run.moments)
         assert len(run.moments) == len(run.scores)
         assert all(0 <= score <= 100 for score in run.scores)
+    assert [done for done, _ in TOLD] == list(range(1, len(METHODS) + 1))
+    assert {total for _, total in TOLD} == {len(METHODS)}
 
 
 def test_methods_that_are_the_same_find_the_same(fixed):

@@ -20,6 +20,7 @@ from lightning_autosync.lab.collection.settings import CollectionSettings
 from lightning_autosync.learned.dataset import Conditions, Entry, Sample, Writer
 from lightning_autosync.measure.conditions import describe_worker, usable_cores
 from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.replica_calls import StepBudget, measure_plans
 from lightning_autosync.measure.session import MeasurementSession, reason
 from lightning_autosync.measure.step_time import slowest_rank
@@ -71,8 +72,12 @@ class Progress:
 class Collector:
     """Measures the pairs that a dataset lacks or has only with disturbed measurements."""
 
-    def __init__(self, settings: CollectionSettings, constants: Constants, writer: Writer) -> None:
+    def __init__(
+        self, settings: CollectionSettings, constants: Constants, writer: Writer, report: Report = silent
+    ) -> None:
         self.progress = Progress()
+        self._report = report
+        self._visited = 0
         self._settings = settings
         self._constants = constants
         self._writer = writer
@@ -92,6 +97,10 @@ class Collector:
                 with self._session(of_cluster[0].cluster) as session:
                     for combination in of_cluster:
                         self._visit(session, combination, turn)
+                        self._visited += 1
+                        counts = f"{self.progress.measured} measured, {len(self._writer.keys)} in the dataset"
+                        total = len(combinations) * self._settings.passes
+                        self._report(self._visited, total, f"{counts}, {combination.name}")
                 self._writer.flush()
 
     def _session(self, cluster: ClusterSpec) -> MeasurementSession:
@@ -106,9 +115,6 @@ class Collector:
         missing = [draft for draft in drafts[turn :: self._settings.passes] if draft.key not in keys]
         for start in range(0, len(missing), self._settings.batch):
             self._measure(session, combination, drafts[0], missing[start : start + self._settings.batch])
-        if missing:
-            counts = self.progress.measured, len(self._writer.keys)
-            _log.info("%s: %d measured, %d in the dataset", combination.name, *counts)
 
     def _draw(self, combination: Combination) -> list[DrawnPlan]:
         if combination.name not in self._drafts:

@@ -131,3 +131,7 @@ class CollectionResult(Result):
     drawing: float
     measuring: float
     stepping: float
+
+    def figures(self) -> dict[str, str]:
+        counts = {"pairs": self.pairs, "measured": self.measured, "disturbed": self.disturbed}
+        return {name: str(count) for name, count in {**counts, "failed": len(self.failed)}.items()}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from lightning_autosync.lab.convergence.settings import ConvergenceSettings, Met
 from lightning_autosync.lab.convergence.trial import TrainingBudget, time_to, train
 from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import make_cluster
+from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.relaxed.grouping import BOUND, unconnected_windows
@@ -21,11 +22,14 @@ from lightning_autosync.workload import Workload, describe
 
 TUNING_SEED = 1000
 """First seed of trainings that choose learning rates. The seeds of the compared trainings begin at 0."""
-_log = logging.getLogger(__name__)
 
 
-def compare(settings: ConvergenceSettings) -> ConvergenceResult:
+def compare(settings: ConvergenceSettings, report: Report = silent) -> ConvergenceResult:
     """Train with every method under all speeds.
+
+    Args:
+        settings: settings of the comparison.
+        report: told of each training.
 
     Raises:
         DocumentError: cluster and workers do not match, a method is wrong, or a learning rate is missing.
@@ -38,8 +42,13 @@ def compare(settings: ConvergenceSettings) -> ConvergenceResult:
             raise DocumentError(f"rates_of: {settings.rates_of} has no rate of '{name}'; set tuning_seeds to 1 or more")
     load_before = os.getloadavg()
     with MeasurementSession(cluster, settings.launch, settings.timeout, settings.scheduling) as session:
-        comparison = _Comparison(settings, workload, cluster, plans, session)
-        tuned = {name: comparison.tune(name) for name in plans if name not in known and len(settings.grid(name)) > 1}
+        tuned_names = [name for name in plans if name not in known and len(settings.grid(name)) > 1]
+        trainings = sum(len(settings.grid(name)) * settings.tuning_seeds for name in tuned_names)
+        trainings += len(settings.chosen_speeds) * sum(settings.seeds_of(name) for name in plans)
+        comparison = _Comparison(
+            settings, workload, cluster, plans, session, lambda count, text: report(count, trainings, text)
+        )
+        tuned = {name: comparison.tune(name) for name in tuned_names}
         rates = {
             name: best_rate(tuned[name]) if name in tuned else known.get(name, settings.grid(name)[0]) for name in plans
         }
@@ -93,9 +102,11 @@ class _Comparison:
         cluster: ClusterSpec,
         plans: dict[str, SyncPlan],
         session: MeasurementSession,
+        report: Callable[[int, str], None],
     ) -> None:
         self._settings, self._workload, self._cluster = settings, workload, cluster
         self._plans, self._session = plans, session
+        self._report = report
         self._count = 0
 
     def tune(self, name: str) -> list[TrainingRun]:
@@ -139,11 +150,7 @@ class _Comparison:
         run = _joined(found, name, speed, seed, rate, settings.target, load.foreign_cores())
         run = replace(run, groups=_joined_groups(found, self._plans[name].consistency.isolation or BOUND))
         reached = "" if run.reached is None else f", {settings.target:g} % after {run.reached:.2f} s"
-        _log.info(
-            "%s, %s, seed %d, rate %g: %.1f %%%s; %d to %d steps in %.1f s, waiting %.0f %%",
-            *(speed, name, seed, rate, run.final, reached, min(run.steps), max(run.steps), run.seconds),
-            100 * sum(run.waiting) / len(run.waiting),
-        )
+        self._report(self._count, f"{name}, {speed}, seed {seed}, rate {rate:g}: {run.final:.1f} %{reached}")
         return run
 
 

@@ -119,6 +119,9 @@ class IsolationResult(Result):
     simulated: Literal[True] = True
     rows: tuple[IsolationRow, ...]
 
+    def figures(self) -> dict[str, str]:
+        return {f"{row.method}, {row.speed}": f"idle {row.ruled.idle:.1%}" for row in self.rows}
+
 
 def simulate_groups(settings: ConvergenceSettings) -> IsolationResult:
     """Simulate how workers form groups, for all speeds and methods, with the rules of real runs.

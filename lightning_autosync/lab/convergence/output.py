@@ -23,7 +23,7 @@ def result_table(result: ConvergenceResult, speed: str) -> Table:
     timed = result.settings.target is not None
     headings = ["rate", "runs", "final %", "points"]
     if timed:
-        headings += [f"s to {result.settings.target:g} %", "each run", "times as fast"]
+        headings += [f"s to {result.settings.target:g} %", "each run", "speedup"]
     headings += ["steps/s", "waiting", "kB/step", "most", "state kB", "most"]
     table = numbers_table(title(result, speed), ("method",), headings)
     for name in result.settings.chosen_methods:
@@ -104,7 +104,7 @@ def _time_cells(summary: Summary) -> tuple[str, str, str]:
     return (
         f"{summary.reached:.2f}" if math.isfinite(summary.reached) else "never",
         ", ".join([spread] * bool(shown) + [f"{missed} never"] * bool(missed)),
-        "" if summary.faster is None else f"{summary.faster:.2f}",
+        "" if summary.faster is None else f"{summary.faster:.2f}x",
     )
 
 

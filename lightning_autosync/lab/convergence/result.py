@@ -141,6 +141,14 @@ class ConvergenceDocument(Result):
     runs: tuple[TrainingRun, ...]
     tuning: tuple[TrainingRun, ...]
 
+    def figures(self) -> dict[str, str]:
+        """For each method under the first speeds: final metric, and speedup to the target over the reference."""
+        found = {}
+        for method, one in next(iter(self.summaries.values()), {}).items():
+            faster = "" if one.faster is None else f", {one.faster:.2f}x"
+            found[method] = f"{one.final:.2f} %{faster}"
+        return found
+
 
 @dataclass(frozen=True)
 class ConvergenceResult:

@@ -178,6 +178,14 @@ class FitResult(Result):
     runs: tuple[FitRun, ...]
     seconds: dict[str, float]
 
+    def figures(self) -> dict[str, str]:
+        """The ranking accuracy of each simulator on each split, the mean over divisions."""
+        return {
+            f"{simulator}, {split}": f"ranking {metrics['ranking'].mean:.3f}"
+            for split, rows in self.comparison.items()
+            for simulator, metrics in rows.items()
+        }
+
 
 def run_file(path: Path, settings: FitSettings, constants: Constants) -> RunFile[FitRun]:
     """The file of a comparison's runs.

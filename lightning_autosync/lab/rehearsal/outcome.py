@@ -64,6 +64,13 @@ class RehearsalResult(Result):
     emulated: dict[str, bool]
     standings: tuple[StandingSummary, ...]
 
+    def figures(self) -> dict[str, str]:
+        samplers = dict.fromkeys(one.sampler for one in self.standings)
+        ratios = {
+            name: [ratio for one in self.standings if one.sampler == name for ratio in one.ratios] for name in samplers
+        }
+        return {f"{name}: speedup over best builder": f"{statistics.median(ratios[name]):.3f}x" for name in samplers}
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -141,7 +148,7 @@ def standings(runs: Iterable[SamplerRun]) -> list[Standing]:
 def table(found: Sequence[Standing]) -> Table:
     """One row per standing, with medians over runs."""
     afters = [f"regret {count}" for count in _SHOWN]
-    names = ("pair", "sampler", "runs", "vs builder", "least", *afters, "regret end", "proposals to 98%")
+    names = ("pair", "sampler", "runs", "speedup over builder", "least", *afters, "regret end", "proposals to 98%")
     made = Table(*names, "hit rate", "s/proposal")
     for one in found:
         regrets = numpy.median(one.regrets, axis=0)
@@ -149,8 +156,8 @@ def table(found: Sequence[Standing]) -> Table:
             one.pair,
             one.sampler,
             str(len(one.runs)),
-            f"{statistics.median(one.ratios):.3f}",
-            f"{min(one.ratios):.3f}",
+            f"{statistics.median(one.ratios):.3f}x",
+            f"{min(one.ratios):.3f}x",
             *(f"{regrets[min(count, len(regrets)) - 1]:.1%}" for count in _SHOWN),
             f"{regrets[-1]:.1%}",
             _median_count(one.proposals),

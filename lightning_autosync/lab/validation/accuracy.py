@@ -205,3 +205,8 @@ class ValidationResult(Result):
     emulated: dict[str, bool]
     accuracy: dict[str, dict[str, ReplayAccuracy]]
     cases: tuple[CaseResult, ...]
+
+    def figures(self) -> dict[str, str]:
+        whole = self.accuracy["all"]["all"]
+        found = {"cases": str(whole.cases), "median error": f"{whole.median:.1%}", "p90 error": f"{whole.p90:.1%}"}
+        return found if whole.tau is None else {**found, "Kendall tau": f"{whole.tau:.2f}"}

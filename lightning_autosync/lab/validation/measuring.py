@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -13,20 +12,29 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import PLAIN, Index, PositiveDuration, append_lines, checked, parse_json, whole_lines
+from lightning_autosync.documents import (
+    PLAIN,
+    Index,
+    PositiveDuration,
+    append_lines,
+    checked,
+    parse_json,
+    seconds_text,
+    whole_lines,
+)
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.validation.cases import Case
 from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.learned.dataset.sample import step_noise
 from lightning_autosync.measure.hosts import probed_hosts
 from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.replica_calls import StepBudget, measure_plans
 from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.measure.step_time import slowest_rank, step_time
 from lightning_autosync.replay import Constants
 
 _MIN_STEPS, _MAX_STEPS = 3, 12
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,12 +85,15 @@ def load_measurements(path: Path) -> dict[str, CaseMeasurement]:
     return found
 
 
-def measure_cases(cases: Iterable[Case], settings: ValidationSettings, path: Path) -> dict[str, CaseMeasurement]:
+def measure_cases(
+    cases: Iterable[Case], settings: ValidationSettings, path: Path, report: Report = silent
+) -> dict[str, CaseMeasurement]:
     """Measure the cases that the file at ``path`` lacks; returns all measurements by key.
 
     Args:
         cases: cases, sorted by cluster.
         path: file to which every measurement is appended immediately.
+        report: told of each measurement.
 
     Raises:
         DocumentError: the file has other contents, or measurements with other settings.
@@ -115,8 +126,7 @@ def measure_cases(cases: Iterable[Case], settings: ValidationSettings, path: Pat
                 found[case.key] = replace(_measure(case, session, settings), hosts=hosts)
                 append_lines(path, json.dumps(asdict(found[case.key])) + "\n")
                 done += 1
-                milliseconds = 1e3 * found[case.key].seconds
-                _log.info("%d of %d: %s, %s: %.1f ms", done, len(missing), case.pair, case.kind, milliseconds)
+                report(done, len(missing), f"{seconds_text(found[case.key].seconds)}, {case.pair}, {case.kind}")
     return found
 
 

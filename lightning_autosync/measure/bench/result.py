@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record, Result
+from lightning_autosync.documents import Record, Result, seconds_text
 from lightning_autosync.measure.bench.preparation import Preparation
 from lightning_autosync.measure.bench.settings import BenchSettings, Exactness
 from lightning_autosync.measure.conditions import BUSY_CORES
@@ -28,7 +28,9 @@ class ContenderDocument(Record):
         why: why it is of this class; None if there is nothing to say.
         median_seconds, least_seconds, most_seconds: seconds of a step over rounds.
         seconds_are: how a round's steps become one time.
-        ratio_to_best_ddp, ratio_to_first_ddp: its time relative to the best and the first DDP, paired by round.
+        speedup_over_best_ddp: the best DDP's time divided by its time, paired by round; None in older files.
+        ratio_to_best_ddp, ratio_to_first_ddp: deprecated, use the speedup: its time divided by that of the best and of
+            the first DDP, paired by round.
         bound_share: the bound relative to its median; None without a bound.
         bytes_per_step_and_rank: payload bytes, the median over rounds; None if they cannot be counted.
         gradient_deviation: relative difference of its first gradients from the first DDP's; None where meaningless.
@@ -44,6 +46,7 @@ class ContenderDocument(Record):
     least_seconds: float
     most_seconds: float
     seconds_are: Literal["means", "medians of a round's steps"]
+    speedup_over_best_ddp: Interval | None = None
     ratio_to_best_ddp: Interval
     ratio_to_first_ddp: Interval
     bound_share: float | None
@@ -85,6 +88,19 @@ class BenchDocument(Result):
     best_ddp: str
     best_exact_plan: str | None
     contenders: dict[str, ContenderDocument]
+
+    def figures(self) -> dict[str, str]:
+        found = {"best DDP": f"{self.best_ddp}, {seconds_text(self.contenders[self.best_ddp].median_seconds)}"}
+        best = self.best_exact_plan
+        if best is None:
+            return found
+        contender = self.contenders[best]
+        found["best exact plan"] = f"{best}, {seconds_text(contender.median_seconds)}"
+        if (speedup := contender.speedup_over_best_ddp) is not None:
+            found["speedup"] = f"{speedup.median:.3f}x [{speedup.low:.3f}, {speedup.high:.3f}]"
+        if contender.bound_share is not None:
+            found["of bound"] = f"{contender.bound_share:.1%}"
+        return found
 
 
 @dataclass(frozen=True)
@@ -236,6 +252,7 @@ class BenchResult:
             least_seconds=min(measurement.times),
             most_seconds=max(measurement.times),
             seconds_are="means" if measurement.periodic else "medians of a round's steps",
+            speedup_over_best_ddp=self.speedup(name),
             ratio_to_best_ddp=self.ratio(name),
             ratio_to_first_ddp=self.ratio(name, next(iter(self.measurements))),
             bound_share=self.bound_share(name),

@@ -14,6 +14,7 @@ from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasur
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hosts import Bound, least_step
 from lightning_autosync.measure.interleaving import alternating_rounds
+from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession
 from lightning_autosync.measure.step_time import Steps
 from lightning_autosync.measure.workers import WorkerError
@@ -21,11 +22,14 @@ from lightning_autosync.measure.workers import WorkerError
 _log = logging.getLogger(__name__)
 
 
-def run_bench(settings: BenchSettings, keep: Callable[[BenchResult], None] | None = None) -> BenchResult:
+def run_bench(
+    settings: BenchSettings, keep: Callable[[BenchResult], None] | None = None, report: Report = silent
+) -> BenchResult:
     """Measure every contender.
 
     Args:
         keep: receives the result so far after each round except the last.
+        report: told of each turn.
 
     Raises:
         DocumentError: a contender, the cluster or a plan is wrong.
@@ -34,7 +38,7 @@ def run_bench(settings: BenchSettings, keep: Callable[[BenchResult], None] | Non
     """
     preparation = prepare(settings)
     with MeasurementSession(preparation.cluster, settings.launch, settings.timeout, settings.scheduling) as session:
-        return play(settings, preparation, session, keep)
+        return play(settings, preparation, session, keep, report)
 
 
 def play(
@@ -42,12 +46,13 @@ def play(
     preparation: Preparation,
     session: MeasurementSession,
     keep: Callable[[BenchResult], None] | None = None,
+    report: Report = silent,
 ) -> BenchResult:
     """Measure every contender in an open session.
 
     Args:
         preparation: preparation of these settings.
-        keep: as in `run_bench`.
+        keep, report: as in `run_bench`.
 
     Raises:
         WorkerError: as in `run_bench`.
@@ -64,7 +69,7 @@ def play(
         "bytes_counted": "TCP payload that the ranks sent, as the kernel counts it by socket; framing is not in it",
     }
     bound = _bound(settings, preparation)
-    for number in bench.play_rounds():
+    for number in bench.play_rounds(report):
         load_after = session.run(conditions.load_average, ranks=[0])[0]
         result = BenchResult(
             settings, preparation, bound, {**found, "load_average_after": load_after}, bench.measurements()
@@ -105,14 +110,16 @@ class _Bench:
         for contender in self._contenders:
             self._session.measure(contender, self._settings.warm_up)
 
-    def play_rounds(self) -> Iterator[int]:
+    def play_rounds(self, report: Report) -> Iterator[int]:
         """Give each contender one turn per round; yields the number of completed rounds after each round."""
         rounds = islice(alternating_rounds(lambda: self._contenders), self._settings.rounds)
+        total, done = self._settings.rounds * len(self._contenders), 0
         for number, turns in enumerate(rounds, start=1):
             for contender in turns:
                 with _turn_of(contender):
                     self._take_turn(contender)
-            _log.info("round %d of %d", number, self._settings.rounds)
+                done += 1
+                report(done, total, f"round {number}, {contender.name}")
             yield number
 
     def measurements(self) -> dict[str, ContenderMeasurement]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Configuration, Duration, Index, Result
+from lightning_autosync.documents import Configuration, Duration, Index, Result, seconds_text
 from lightning_autosync.measure.launches.settings import LaunchSettings, TorchrunSettings, needs_cluster
 
 
@@ -98,3 +98,7 @@ class ProbeDocument(Result):
     costs: dict[str, Any] | None = None
     transfers: Index
     seconds: Duration
+
+    def figures(self) -> dict[str, str]:
+        counts = {"nodes": len(self.nodes), "links": len(self.links) // 2, "transfers": self.transfers}
+        return {**{name: str(count) for name, count in counts.items()}, "probe": seconds_text(self.seconds)}

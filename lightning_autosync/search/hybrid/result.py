@@ -18,12 +18,14 @@ from lightning_autosync.documents import (
     Record,
     Result,
     read_data,
+    seconds_text,
 )
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.tuning.comparison import AnyPlan, FinalComparison
 from lightning_autosync.search.tuning.records import LENIENT
+from lightning_autosync.search.tuning.result import speedup_figures
 
 Origin = Literal["search", "megatron", "builder", "ddp"]
 
@@ -111,6 +113,12 @@ class HybridTuningResult(Result):
     def plan(self) -> AnyPlan | None:
         """The plan of the best trial."""
         return None if self.best is None else plan_of(self.best)
+
+    def figures(self) -> dict[str, str]:
+        if self.best is None:
+            return {}
+        found = {"best plan": self.best.name, "step": seconds_text(float(self))}
+        return found if self.comparison is None else found | speedup_figures(self.comparison)
 
     @cached_property
     def comparison(self) -> FinalComparison | None:

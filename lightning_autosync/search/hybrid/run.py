@@ -18,7 +18,7 @@ import torch
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from lightning_autosync.documents import checked, digest, parse_json
+from lightning_autosync.documents import checked, digest, parse_json, seconds_text
 from lightning_autosync.errors import DocumentError, PlanError, TuningError
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import Settings as StepSettings
@@ -30,6 +30,7 @@ from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.bench.output import EXACT
 from lightning_autosync.measure.hybrid.calibration import calibrate
 from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, measure_in_turns
+from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
 from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, Origin, plan_of
 from lightning_autosync.search.storages import StudyError, open_storage, storage_errors
@@ -72,13 +73,16 @@ class HybridTuningRun:
     Args:
         settings: settings with ``parallel.kind`` ``hybrid``.
         directory: directory of the run; that of an earlier run resumes it.
+        report: told of each trial.
 
     Raises:
         DocumentError: the model, the cluster or a file is wrong.
     """
 
-    def __init__(self, settings: TuningSettings, directory: Path) -> None:
+    def __init__(self, settings: TuningSettings, directory: Path, report: Report = silent) -> None:
         self._settings = settings
+        self._report = report
+        self._done = self._total = 0
         self._directory = directory
         self._job = TuningJob.of(settings)
         if settings.is_paced:
@@ -215,6 +219,7 @@ class HybridTuningRun:
         known = {trial.name for trial in self._trials(study) if trial.state != "failed"}
         new = {entry.name: entry for entry in entries if entry.name not in known}
         reference, best = entries[0], None
+        self._done, self._total = 0, len(new)
         for batch in announced_batches("DDP and plans", new, self._settings.search.batch):
             best = self._play(session, study, batch, reference, best)
         if not any(trial.seconds is not None for trial in self._trials(study)):
@@ -294,9 +299,11 @@ class HybridTuningRun:
             plan=None if entry.plan is None else entry.plan.to_dict(),
         )
         trial.set_user_attr(TRIAL, record.model_dump_json())
-        told = "-" if record.seconds is None else f"{1e3 * record.seconds:.1f} ms"
-        said = "" if record.predicted is None else f", predicted {1e3 * record.predicted:.1f} ms"
+        told = "-" if record.seconds is None else seconds_text(record.seconds)
+        said = "" if record.predicted is None else f", predicted {seconds_text(record.predicted)}"
         _log.info("%s: %s %s%s%s", entry.name, record.state, told, said, f" ({record.why})" if record.why else "")
+        self._done += 1
+        self._report(self._done, self._total, f"{entry.name}: {record.state} {told}")
         if record.state == "complete":
             study.tell(trial, record.seconds)
         elif record.state == "pruned" and record.seconds is not None:

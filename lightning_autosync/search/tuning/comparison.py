@@ -266,6 +266,7 @@ def judged(
     data = result.document().to_dict()
     for name, contender in data["contenders"].items():
         contender["kind"] = choice.kind(name)
+        contender["speedup_over_best_ddp"] = asdict(result.speedup(name, choice.ddp))
         contender["ratio_to_best_ddp"] = asdict(result.ratio(name, choice.ddp))
     data |= {
         "best_ddp": choice.ddp,

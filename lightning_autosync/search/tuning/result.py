@@ -18,6 +18,7 @@ from lightning_autosync.documents import (
     Result,
     counted,
     read_data,
+    seconds_text,
 )
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
@@ -172,6 +173,12 @@ class TuningResult(Result):
             raise ValueError("no trial completed")
         return self.best.seconds
 
+    def figures(self) -> dict[str, str]:
+        if self.best is None:
+            return {}
+        found = {"best plan": self.best.source, "step": seconds_text(self.best.seconds)}
+        return found if self.comparison is None else found | speedup_figures(self.comparison)
+
     @cached_property
     def comparison(self) -> FinalComparison | None:
         """The final comparison; None if there was none.
@@ -205,6 +212,12 @@ class TuningResult(Result):
             yield f"the machine's speed drifted by {drift.spread:.0%}: trials are ranked relative to the reference plan"
         if self.timing.restarts:
             yield f"workers were restarted {counted(self.timing.restarts, 'time')}"
+
+
+def speedup_figures(final: FinalComparison) -> dict[str, str]:
+    """The winner's speedup over the best DDP in the final comparison, for a row of a table."""
+    speedup = final.speedup(final.ddp)
+    return {"best DDP": final.ddp, "speedup": f"{speedup.median:.3f}x [{speedup.low:.3f}, {speedup.high:.3f}]"}
 
 
 def _claims(final: FinalComparison) -> Iterator[str]:

@@ -15,6 +15,7 @@ from lightning_autosync.errors import AutoSyncError, TuningError
 from lightning_autosync.interrupts import uninterrupted
 from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.measure.drift import DriftCorrection
+from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.measure.session import MeasurementSession, reason
 from lightning_autosync.plan import SyncPlan
@@ -80,13 +81,15 @@ class TuningRun:
         settings: settings of the run.
         directory: directory of the run; that of an earlier run resumes it.
         saving: stack that blocks further interrupts after a first Ctrl-C, until the caller has written the result.
+        report: told of each batch of trials.
 
     Raises:
         DocumentError: the model, the cluster, the simulator or a source of transfer is wrong.
     """
 
-    def __init__(self, settings: TuningSettings, directory: Path, saving: ExitStack) -> None:
+    def __init__(self, settings: TuningSettings, directory: Path, saving: ExitStack, report: Report = silent) -> None:
         self._saving = saving
+        self._report = report
         self._settings = settings
         self._directory = directory
         self._storage = settings.study.storage or str(directory / JOURNAL)
@@ -115,7 +118,7 @@ class TuningRun:
             reference = ReferencePlan(session, self._job.plan_order, self._settings.trial.warm_up)
             opponents = Opponents(self._job, session, reference, trials.study, trials.own)
             replay = ReplayEstimator(self._prior.constants) if self._job.cluster.measured else None
-            tuner = Tuner(self._job, session, trials, opponents, reference, replay)
+            tuner = Tuner(self._job, session, trials, opponents, reference, replay, self._report)
             try:
                 builders = builder_plans(self._job)
                 _log.info("measuring the reference plan, which shows the drift of the machine")

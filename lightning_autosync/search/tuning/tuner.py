@@ -1,21 +1,19 @@
-"""`Tuner`: measures batches of trials on live workers until the budget is spent, with a progress bar."""
+"""`Tuner`: measures batches of trials on live workers until the budget is spent, and reports how far it is."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import optuna
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lightning_autosync.documents import seconds_text
 from lightning_autosync.errors import DocumentError, TuningError
 from lightning_autosync.interrupts import uninterrupted
 from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, measure_in_turns
+from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.measure.session import Contender, MeasurementSession
 from lightning_autosync.plan import SyncPlan, compile_plan
@@ -24,8 +22,6 @@ from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.opponents import Opponents
 from lightning_autosync.search.tuning.records import TrialRecord, correction_of, drift_of, of_run, ranked
 from lightning_autosync.search.tuning.trials import Trials
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,10 @@ class Tuner:
         job: job to tune.
         session: live workers of the job.
         trials: trials of the study.
-        opponents: opponents; the progress bar shows the best DDP.
+        opponents: opponents, among them the best DDP.
         reference: reference plan, which shows the drift of the machine.
         replay: predicts the time of each plan before it is measured; None if the rates of the links are unknown.
+        report: told of each batch of trials.
     """
 
     def __init__(
@@ -71,8 +68,10 @@ class Tuner:
         opponents: Opponents,
         reference: ReferencePlan,
         replay: ReplayEstimator | None = None,
+        report: Report = silent,
     ) -> None:
         self._job = job
+        self._report = report
         self._session = session
         self._trials = trials
         self._opponents = opponents
@@ -99,16 +98,15 @@ class Tuner:
         """
         search = self._job.settings.search
         spent = self._spent()
-        with TuningProgress(search.budget, len(spent)) as progress:
-            while len(spent) < search.budget:
-                begin = time.perf_counter()
-                count = min(search.batch, search.budget - len(spent))
-                self._play_batch(count)
-                self._seconds += time.perf_counter() - begin
-                self._count += count
-                spent = self._spent()
-                progress.show(len(spent), *self._state(spent))
-                self._check_failures(spent)
+        while len(spent) < search.budget:
+            begin = time.perf_counter()
+            count = min(search.batch, search.budget - len(spent))
+            self._play_batch(count)
+            self._seconds += time.perf_counter() - begin
+            self._count += count
+            spent = self._spent()
+            self._report(len(spent), search.budget, standing(*self._state(spent)))
+            self._check_failures(spent)
         self._reference.take_down()
 
     def _spent(self) -> list[TrialRecord]:
@@ -208,53 +206,16 @@ class Tuner:
             raise TuningError(f"the last {limit} trials failed; latest error: {last[-1].error}")
 
 
-class TuningProgress:
-    """A progress bar with the best trial so far and the time left; without a terminal, a log line for each batch.
+def standing(best: tuple[int, float] | None, failed: int, ddp: float) -> str:
+    """How far the search is, in words.
 
     Args:
-        budget: total number of trials.
-        done: number of trials of earlier sessions.
-        console: console to draw on; None is standard error.
+        best: number and seconds of the fastest trial; None if no trial has a time.
+        failed: number of failed trials.
+        ddp: seconds of the best DDP.
     """
-
-    def __init__(self, budget: int, done: int, console: Console | None = None) -> None:
-        console = console or Console(stderr=True)
-        columns = (
-            TextColumn("tuning"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[best]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("tuning", total=budget, completed=done, best="")
-
-    def __enter__(self) -> TuningProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def show(self, done: int, best: tuple[int, float] | None, failed: int, ddp: float) -> None:
-        """Show the progress.
-
-        Args:
-            done: number of trials so far.
-            best: number and seconds of the fastest trial; None if no trial has a time.
-            failed: number of failed trials.
-            ddp: seconds of the best DDP.
-        """
-        text = "no plan measured yet"
-        if best is not None:
-            number, seconds = best
-            text = f"best {1e3 * seconds:.1f} ms (trial {number}, {ddp / seconds:.2f}x of DDP's speed)"
-        text += f", {failed} failed" if failed else ""
-        self._bar.update(self._task, completed=done, best=text)
-        if self._bar.disable:
-            task = self._bar.tasks[0]
-            _log.info("trial %d of %d: %s", done, task.total, text)
+    text = "no plan measured yet"
+    if best is not None:
+        number, seconds = best
+        text = f"best {seconds_text(seconds)} (trial {number}), speedup over DDP {ddp / seconds:.2f}x"
+    return f"{text}, {failed} failed" if failed else text

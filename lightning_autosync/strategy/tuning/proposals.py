@@ -19,10 +19,11 @@ from lightning_autosync.measure.probe.description import check_cluster
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.selection import rank_plans
+from lightning_autosync.search.selection import PredictedPlan, rank_plans
 from lightning_autosync.strategy.choice import LEAST_GAIN
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative
+from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload
 
 
@@ -106,14 +107,7 @@ def propose(
     assert tuning is not None
 
     def search() -> dict[str, Any]:
-        ranked = rank_plans(
-            workload,
-            links.cluster,
-            constants=links.constants,
-            seconds=tuning.search,
-            keep=2 * tuning.plans + 1,
-            bucket_bytes=settings.bucket_bytes,
-        )
+        ranked = search_plans(workload, links, tuning, settings.bucket_bytes)
         plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]
         return {"plans": plans}
 
@@ -121,9 +115,25 @@ def propose(
     if "fault" in found:
         rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
         return None, found["fault"]
-    native = next(number for number, each in enumerate(found["plans"]) if each["origin"] == NATIVE)
-    alternatives = [_alternative(each, number == native) for number, each in enumerate(found["plans"])]
-    return _ordered(alternatives, links), ""
+    ranked = [
+        PredictedPlan(SyncPlan.from_dict(each["plan"], source="rank 0's search"), each["seconds"], each["origin"])
+        for each in found["plans"]
+    ]
+    return order_plans(ranked, links), ""
+
+
+def search_plans(
+    workload: Workload, links: JobLinks, tuning: TuningSettings, bucket_bytes: int | None = None
+) -> list[PredictedPlan]:
+    """The plans that a job with these links considers, by prediction alone, fastest first; DDP's is among them."""
+    return rank_plans(
+        workload,
+        links.cluster,
+        constants=links.constants,
+        seconds=tuning.search,
+        keep=2 * tuning.plans + 1,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def _first_rank_result(
@@ -153,18 +163,20 @@ def _first_rank_result(
             return result
 
 
-def _alternative(found: dict[str, Any], native: bool) -> Alternative:
-    plan = SyncPlan.from_dict(found["plan"], source="rank 0's search")
-    return Alternative(plan, found["origin"], found["seconds"], native)
-
-
 NATIVE = "all_reduce"
 """Name of DDP's plan, with buckets sized for the links."""
 
 
-def _ordered(ranked: Sequence[Alternative], links: JobLinks) -> Proposals:
-    """The plans with the one to begin with first."""
-    best, native = ranked[0], next(each for each in ranked if each.native)
+def order_plans(found: Sequence[PredictedPlan], links: JobLinks) -> Proposals:
+    """The plans with the one to begin with first.
+
+    Args:
+        found: plans as from `search_plans`.
+        links: the links for which they were predicted.
+    """
+    own = next(number for number, each in enumerate(found) if each.origin == NATIVE)
+    ranked = [Alternative(each.plan, each.origin, each.seconds, number == own) for number, each in enumerate(found)]
+    best, native = ranked[0], ranked[own]
     first = best if native.predicted > LEAST_GAIN * best.predicted else native
     times = f"predicted for {links.origin}: {best.predicted:.3g} s to synchronize a step"
     reason = (

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lightning_autosync.cli.application import VERBS, main
 from lightning_autosync.cli.arguments import prepared
-from lightning_autosync.cli.configuration import check_overrides, help_text
+from lightning_autosync.cli.configuration import WIDTH, _options, check_overrides, help_text
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.errors import DocumentError
 
@@ -106,12 +106,62 @@ def test_help_has_every_option_and_every_key_with_its_meaning(
         assert f"\n  {option.stem} " in told
     assert "rounds: 5                 # turns of each contender" in told
     assert "model=OPTION (default: layers60)" in told
-    assert "hydra" not in told
+    assert "hydra:" not in told
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str) -> None:
     assert f"usage: autosync {verb} key=value" in help_text(verb, VERBS[verb][1])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_says_where_outputs_go_and_where_the_verb_runs(verb: str) -> None:
+    *_, end = help_text(verb, VERBS[verb]).split("\n\n")
+    assert max(map(len, end.splitlines())) <= WIDTH
+    if verb == "cache":
+        assert "leaves no files" in end
+    else:
+        folder = "DATE/TIME-RANK" if verb == "serve" else "DATE/TIME"
+        assert f"Outputs go to outputs/{verb}/{folder}; hydra.run.dir=DIR names another folder." in end
+        assert "\nFiles: " in end
+    launches = set(re.findall(r"launch=(\w+)", end))
+    groups = yaml.safe_load((configuration_directory() / f"{verb}.yaml").read_text())["defaults"]
+    if any(isinstance(entry, dict) and "launch" in entry for entry in groups):
+        assert launches == set(_options(verb, "launch"))
+    else:
+        assert not launches
+        assert re.search(r"It runs (in this process|on this machine)|Ranks run on this machine", end)
+
+
+def _colliding() -> list[tuple[str, str]]:
+    """Keys of verbs that are groups of other verbs, so that Hydra takes KEY=VALUE for an option."""
+    groups = [path.name for path in configuration_directory().iterdir() if path.is_dir()]
+    found = []
+    for verb in VERBS:
+        data = yaml.safe_load((configuration_directory() / f"{verb}.yaml").read_text())
+        own = {name for entry in data["defaults"] if isinstance(entry, dict) for name in entry}
+        found += [(verb, name) for name in groups if name in data and name not in own]
+    return found
+
+
+def test_no_message_says_that_a_key_is_unknown_and_allowed() -> None:
+    assert ("tune", "contenders") in _colliding()
+    for verb, key in _colliding():
+        with pytest.raises(DocumentError) as caught:
+            check_overrides(verb, [f"{key}=something"])
+        assert (
+            str(caught.value) == f"{key}: takes no options for {verb}, but keys and values; set one by +{key}.KEY=VALUE"
+        )
+
+
+def test_predict_takes_models_of_the_bench_and_names_the_key_of_others() -> None:
+    check_overrides("predict", ["model=vgg_like"])
+    check_overrides("predict", ["+model.batch_size=64"])
+    check_overrides("predict", ["model@module=perceptron", "plan=plan.yaml"])
+    with pytest.raises(DocumentError, match=r"^model: 'resnet50' is not known; allowed: .*; .*give workload=resnet50$"):
+        check_overrides("predict", ["model=resnet50"])
+    with pytest.raises(DocumentError, match=r"^model: 'alexnet' is not known; allowed: [^;]*$"):
+        check_overrides("predict", ["model=alexnet"])
 
 
 CLUSTER = "format: autosync-cluster/1\nname: {name}\nuniform: {{nodes: 2}}\n"

@@ -84,6 +84,8 @@ def test_a_sampler_finds_the_best_and_a_failed_trial_is_told_at_the_end(tmp_path
         "hydra.sweeper.max_failure_rate=1.0",
     )  # fmt: skip
     assert (len(jobs(first)), len(jobs(more))) == (6, 3)
+    assert "sweep 'sweep': 6 trials" in first.stdout
+    assert "sweep 'sweep': 9 trials" in more.stdout
     assert more.returncode == 0, more.stderr
     trials = record(tmp_path)["trials"]
     assert len(trials) == 9

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import optuna
 import pyarrow
@@ -75,6 +75,8 @@ from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Constants, MessageSpan, Replay, Span, Timeline, least_step
 from lightning_autosync.report.comparison import find_runs
+from lightning_autosync.report.gain import GainResult, GainRow
+from lightning_autosync.report.gain import Kind as GainKind
 from lightning_autosync.report.hybrid_prediction import HybridPredictionResult
 from lightning_autosync.report.predict import PredictionResult
 from lightning_autosync.report.summary import summary_row
@@ -339,7 +341,7 @@ def _read_prediction(folder: Path) -> Use:
     files |= {name: str(folder / f"{name}.json") for name in ("plan", "constants")}
     settings = predicting.PredictSettings.model_validate(files)
     workload, cluster = predicting._workload(settings), predicting._cluster(settings.cluster)
-    constants, plan = Constants.load(files["constants"]), predicting._plan(settings, workload, cluster)
+    constants, plan = Constants.load(files["constants"]), predicting._plan(files["plan"], {}, workload, cluster)
     return lambda: predicting.predict_step(plan, workload, cluster, None, constants)
 
 
@@ -686,6 +688,7 @@ def results() -> dict[str, Result]:
                     least_seconds=0.1,
                     most_seconds=0.1,
                     seconds_are="means",
+                    speedup_over_best_ddp=Interval(1, 1, 1),
                     ratio_to_best_ddp=Interval(1, 1, 1),
                     ratio_to_first_ddp=Interval(1, 1, 1),
                     bound_share=None,
@@ -722,6 +725,20 @@ def results() -> dict[str, Result]:
         "isolation": IsolationResult(
             settings=_convergence(),
             rows=(IsolationRow("equal", "groups", GroupStatistics(0.1, 9, 1, 0.2), GroupStatistics(0.0, 9, 5, 0.1)),),
+        ),
+        "predict, gain": GainResult(
+            workload="ncf",
+            cluster="star",
+            bytes=8,
+            world_size=2,
+            computes=True,
+            reason="why",
+            bounds_are="exact",
+            rows=tuple(
+                GainRow(kind=kind, name=kind, step_time=0.1, speedup=1.0, sent=8.0, messages=1, topologies=("ring",))
+                for kind in get_args(GainKind)
+            ),
+            left_out={"shared_memory": "why"},
         ),
         "predict": PredictionResult(
             step_time=0.3,

@@ -19,12 +19,24 @@ from lightning_autosync.documents import (
     identity,
     is_path,
     read_data,
+    seconds_text,
     write_data,
     write_text,
 )
 from lightning_autosync.errors import ClusterError, DocumentError, PlanError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SyncPlan
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.000 ms"), (0.000412, "0.412 ms"), (0.0831, "83.10 ms"), (0.8124, "812.4 ms"), (1.24, "1.240 s"),
+        (83.1, "83.10 s"), (4000.0, "4000 s"),
+    ],
+)  # fmt: skip
+def test_seconds_are_in_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
 
 
 class Limits(Configuration):

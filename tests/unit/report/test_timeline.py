@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lightning_autosync.cluster import FRAMING, ClusterSpec
+from lightning_autosync.documents import seconds_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import builders
 from lightning_autosync.replay import Constants, MessageSpan, Span, Timeline
@@ -60,8 +61,8 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),), backward_time=0.5)
     text = predict(builders.all_reduce(workload, cluster), workload, cluster, tmp_path)
     assert "links that set the synchronization bound\n  node0 > switch (50%)\n  switch > node0 (50%)\n" in text
-    assert "synchronization bound    1045.6 ms" in text
-    assert "step bound               1545.6 ms" in text
+    assert "synchronization bound     1.046 s" in text
+    assert "step bound                1.546 s" in text
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"timeline.svg", "timeline.png", "trace.json", "result.json"}
     result = json.loads((tmp_path / "result.json").read_text())
@@ -83,7 +84,7 @@ def test_predict_tells_what_batch_shares_would_give(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["step_time"] == pytest.approx(12.0, rel=0.01)
     assert result["shared_step_time"] == pytest.approx(3.0 * 4 / 3.25, rel=0.01)
-    assert f"step, batch shares   {result['shared_step_time'] * 1e3:10.1f} ms" in text
+    assert f"step, batch shares   {seconds_text(result['shared_step_time']):>12}" in text
 
 
 ALIKE = ClusterSpec.racks(racks=2, nodes_per_rack=40, bandwidth=1e6, uplink=1e6)
@@ -96,14 +97,14 @@ def test_of_a_large_cluster_predict_states_a_cut_bound() -> None:
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),))
     text = predict(builders.all_reduce(workload, LARGE), workload, LARGE)
     assert "reached, cut bound)" in text
-    assert "synchronization bound    2065.0 ms (cut bound)" in text  # 80 nodes send 2 x 79 times the size
+    assert "synchronization bound     2.065 s (cut bound)" in text  # 80 nodes send 2 x 79 times the size
 
 
 def test_the_share_of_the_bound_is_that_of_exact_plans(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),))
     text = predict(builders.all_reduce(workload, cluster, compressor="bf16"), workload, cluster, tmp_path)
-    assert "1045.6 ms (of exact plans; this one is compressed)" in text
+    assert "1.046 s (of exact plans; this one is compressed)" in text
     assert "reached" not in text
     assert json.loads((tmp_path / "result.json").read_text())["bound_share"] is None
 

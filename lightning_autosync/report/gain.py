@@ -1,0 +1,125 @@
+"""What a job would gain over DDP, by prediction: the result document and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from rich.table import Table
+
+from lightning_autosync.documents import Count, Duration, Index, Record, Result, seconds_text
+from lightning_autosync.measure.figures import numbers_table
+from lightning_autosync.report.predict import CUT_BOUND
+
+Kind = Literal["ddp", "choice", "overlap", "shares", "builder", "bound"]
+CHOICE: dict[Kind, str] = {
+    "choice": "AutoSync",
+    "overlap": 'AutoSync, overlap="step"',
+    "shares": 'AutoSync, batch_shares="auto"',
+}
+"""Names of the rows of AutoSync's choice."""
+
+
+class GainRow(Record):
+    """One way to synchronize, or the bound.
+
+    Attributes:
+        kind: ``ddp``, ``choice`` (AutoSync's, without trials), ``overlap`` and ``shares`` (the same plan with these),
+            ``builder``, or ``bound`` (of exact plans whose steps do not overlap).
+        name: name for people.
+        step_time: predicted seconds of a step.
+        speedup: step time of the best DDP divided by this one.
+        sent: mean bytes that a rank sends in a step, without headers; None for the bound, and where only touched rows
+            of a table travel.
+        messages: number of messages; None for the bound.
+        topologies: topologies of the messages, in alphabetical order.
+    """
+
+    kind: Kind
+    name: str
+    step_time: Duration
+    speedup: float
+    sent: float | None = None
+    messages: Index | None = None
+    topologies: tuple[str, ...] = ()
+
+
+class GainResult(Result):
+    """``autosync-gain/1``: predictions of DDP, AutoSync and builders for a workload on a cluster.
+
+    Attributes:
+        workload, cluster: names of the workload and the cluster.
+        bytes: bytes of all gradients.
+        world_size: number of ranks.
+        computes: whether the times of the forward and the backward pass are known; they are 0 otherwise.
+        reason: why AutoSync chooses its plan.
+        bounds_are: ``exact``, or ``cut bound``.
+        rows: the rows, by kind; within a kind the fastest first.
+        left_out: builders that do not apply, with the reasons.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-gain/1"
+
+    workload: str
+    cluster: str
+    bytes: Index
+    world_size: Count
+    computes: bool
+    reason: str
+    bounds_are: Literal["exact", "cut bound"]
+    rows: tuple[GainRow, ...]
+    left_out: dict[str, str]
+
+    def of(self, kind: Kind) -> list[GainRow]:
+        """The rows of a kind, the fastest first."""
+        return [row for row in self.rows if row.kind == kind]
+
+    def figures(self) -> dict[str, str]:
+        """The best DDP's step time, and speedups: of AutoSync's choice, with overlap, with shares, and at the bound."""
+        kinds: dict[str, Kind] = {"speedup": "choice", "overlap": "overlap", "shares": "shares", "bound": "bound"}
+        speedups = {name: f"{row.speedup:.2f}x" for name, kind in kinds.items() for row in self.of(kind)}
+        return {"best DDP": seconds_text(self.of("ddp")[0].step_time), **speedups}
+
+
+def gain_table(result: GainResult) -> Table:
+    """A row for the best DDP, for AutoSync with each option that applies, for each builder, and for the bound."""
+    title = f"{result.workload} ({result.bytes / 1e6:.1f} MB) on {result.cluster}, {result.world_size} ranks, predicted"
+    table = numbers_table(title, (), ())
+    table.add_column("")
+    for heading in ("step", "speedup", "MB sent"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("messages")
+    best, *_ = settings = result.of("ddp")
+    for row in result.rows:
+        if row.kind == "ddp" and row is not best:
+            continue
+        several = row is best and len(settings) > 1
+        name = f"{row.name} (best of {len(settings)})" if several else row.name
+        style = "bold" if row is best or row.kind in CHOICE else None
+        table.add_row(name, seconds_text(row.step_time), f"{row.speedup:.2f}x", *_travels(row), style=style)
+    return table
+
+
+def _travels(row: GainRow) -> tuple[str, str]:
+    """What travels: MB sent, and messages with their topologies."""
+    if row.messages is None:
+        return "", ""
+    sent = "rows" if row.sent is None else f"{row.sent / 1e6:.1f}"
+    return sent, f"{row.messages} {', '.join(row.topologies)}"
+
+
+def gain_remarks(result: GainResult) -> Iterator[str]:
+    """Lines below the table."""
+    yield f"AutoSync, without trials: {result.reason}"
+    yield "speedup: step time of the best DDP divided by this step time; MB sent: mean of the ranks, in a step"
+    if not result.computes:
+        yield "the times of forward and backward are unknown and count as 0, so these are times of synchronization"
+    if any(row.kind != "bound" and row.messages and row.sent is None for row in result.rows):
+        yield "rows: only touched rows of embeddings travel; DDP sends whole tables, unless modules have sparse=True"
+    yield "overlap: for models on CPUs; its prediction has not been compared with measurements"
+    if result.of("shares"):
+        yield "batch shares: each rank computes its part of a batch in proportion to the speed of its node"
+    cut = f" ({CUT_BOUND}: possibly no plan is as fast)" if result.bounds_are == CUT_BOUND else ""
+    yield f"bound: no exact plan has a shorter step, unless steps overlap or batches are shared out{cut}"
+    if result.left_out:
+        yield f"builders that do not apply: {', '.join(result.left_out)} (result.json has the reasons)"

@@ -1,0 +1,162 @@
+"""What a job would gain over DDP, by prediction and without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.bench.settings import BucketCap, DDPSweep
+from lightning_autosync.measure.models.recipes import MIB, with_kind
+from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
+from lightning_autosync.plan.traffic import sent_bytes
+from lightning_autosync.replay import Constants, Replay, least_step
+from lightning_autosync.report.gain import CHOICE, GainResult, GainRow, Kind
+from lightning_autosync.report.predict import CUT_BOUND, overlapped_step_time, shared_step_time
+from lightning_autosync.strategy.choice import choose_plan
+from lightning_autosync.strategy.tuning.proposals import JobLinks, order_plans, search_plans
+from lightning_autosync.strategy.tuning.settings import TuningSettings
+from lightning_autosync.workload import Workload
+
+
+@dataclass(frozen=True)
+class _Price:
+    """A row before its speedup is known."""
+
+    kind: Kind
+    name: str
+    seconds: float
+    plan: SyncPlan | None = None
+    schedule: Schedule | None = None
+
+    def row(self, best: float) -> GainRow:
+        """The row, with its speedup over the best DDP, whose step takes ``best`` seconds."""
+        found = GainRow(kind=self.kind, name=self.name, step_time=self.seconds, speedup=best / self.seconds)
+        if self.plan is None or self.schedule is None:
+            return found
+        sent = sent_bytes(self.schedule)
+        return found.model_copy(
+            update={
+                "sent": None if sent is None else sum(sent) / len(sent),
+                "messages": len(self.schedule.messages),
+                "topologies": tuple(sorted({group.topology for group in self.plan.groups})),
+            }
+        )
+
+
+def predict_gain(
+    workload: Workload,
+    cluster: ClusterSpec,
+    constants: Constants,
+    ddp: DDPSweep,
+    tuning: TuningSettings,
+) -> GainResult:
+    """Predict a step of DDP, of AutoSync's choice with each option that applies, of each builder, and the bound.
+
+    Args:
+        workload: the parameters and the times of a step.
+        cluster: a cluster with known rates and at least two ranks.
+        constants: constants of the hosts.
+        ddp: settings of DDP. The replay distinguishes only sizes of buckets.
+        tuning: settings of the search for AutoSync's choice.
+
+    Raises:
+        ClusterError: the rates of the cluster are unknown.
+        DocumentError: the cluster has one rank only.
+    """
+    if cluster.world_size == 1:
+        raise DocumentError(f"cluster: '{cluster.name}' has one rank, so nothing is synchronized; give two or more")
+    replay = Replay(workload, cluster, constants)
+    settings = _of_ddp(workload, cluster, constants, ddp)
+    plan, reason = choose_without_trials(workload, cluster, constants, tuning)
+    chosen = _of_choice(plan, workload, cluster, replay, constants)
+    built, left_out = _of_builders(workload, cluster, replay)
+    bound = least_step(workload, cluster, constants.framing, constants.burst)
+    least, best = _Price("bound", "bound", bound.seconds), settings[0].seconds
+    return GainResult(
+        workload=workload.name,
+        cluster=cluster.name,
+        bytes=workload.bytes,
+        world_size=cluster.world_size,
+        computes=workload.forward_time + workload.backward_time > 0,
+        reason=reason,
+        bounds_are="exact" if bound.exact else CUT_BOUND,
+        rows=tuple(price.row(best) for price in (*settings, *chosen, *built, least)),
+        left_out=left_out,
+    )
+
+
+def choose_without_trials(
+    workload: Workload, cluster: ClusterSpec, constants: Constants, tuning: TuningSettings
+) -> tuple[SyncPlan, str]:
+    """The plan by which a job on CPUs begins if its user gives none, with the reason.
+
+    A job chooses before its first step, so it knows neither the times of the computation nor the touched rows.
+    """
+    unknown = {"ready": None, "rows": None}
+    workload = workload.model_copy(
+        update={
+            "variables": tuple(variable.model_copy(update=unknown) for variable in workload.variables),
+            **dict.fromkeys(("forward_time", "backward_time", "optimizer_time"), 0.0),
+        }
+    )
+    if len(cluster.nodes) == 1 or not cluster.measured:
+        return choose_plan(workload, cluster, known=True, shares_cores=True)
+    links = JobLinks(cluster, constants, origin=f"cluster '{cluster.name}'")
+    found = order_plans(search_plans(workload, links, tuning), links)
+    return found.plans[0].plan, found.reason
+
+
+def _of_ddp(workload: Workload, cluster: ClusterSpec, constants: Constants, ddp: DDPSweep) -> list[_Price]:
+    """DDP with each size of buckets, the fastest first. It sends whole gradients of tables, unless they are sparse."""
+    tables = {variable.name for variable in workload.variables if variable.kind == "row_sparse"}
+    whole = with_kind(workload, tables, "dense")
+    replay = Replay(whole, cluster, constants)
+    prices = []
+    for cap in dict.fromkeys(ddp.bucket_cap_mb):
+        plan = builders.all_reduce(whole, cluster, **_bucket_sizes(cap))
+        schedule = compile_plan(plan, whole, cluster)
+        size = "default buckets" if cap == "default" else f"{cap:g} MiB buckets"
+        prices.append(_Price("ddp", f"DDP, {size}", replay.predict(schedule).step_time, plan, schedule))
+    return sorted(prices, key=lambda price: price.seconds)
+
+
+def _bucket_sizes(cap: BucketCap) -> dict[str, int]:
+    """Arguments of `all_reduce`. If its user gives DDP a size, the first bucket has this size, too."""
+    if cap == "default":
+        return {}
+    size = max(1, round(cap * MIB))
+    return {"bucket_bytes": size, "first_bucket_bytes": size}
+
+
+def _of_choice(
+    plan: SyncPlan, workload: Workload, cluster: ClusterSpec, replay: Replay, constants: Constants
+) -> Iterator[_Price]:
+    """AutoSync's choice alone, with overlap, and with batch shares where nodes have different speeds."""
+    schedule = compile_plan(plan, workload, cluster)
+    prediction = replay.predict(schedule)
+    times: dict[Kind, float | None] = {
+        "choice": prediction.step_time,
+        "overlap": overlapped_step_time(schedule, workload, replay, prediction),
+        "shares": shared_step_time(schedule, workload, cluster, constants),
+    }
+    for kind, seconds in times.items():
+        if seconds is not None:
+            yield _Price(kind, CHOICE[kind], seconds, plan, schedule)
+
+
+def _of_builders(workload: Workload, cluster: ClusterSpec, replay: Replay) -> tuple[list[_Price], dict[str, str]]:
+    """Exact plans of the builders with their defaults, the fastest first; and why other builders do not apply."""
+    prices, left_out = [], {}
+    for name in builders.names():
+        try:
+            plan = builders.build(name, workload, cluster)
+            if plan.semantics != "exact":
+                raise DocumentError(f"its plan is {plan.semantics}")
+            schedule = compile_plan(plan, workload, cluster)
+        except DocumentError as error:
+            left_out[name] = str(error)
+        else:
+            prices.append(_Price("builder", name, replay.predict(schedule).step_time, plan, schedule))
+    return sorted(prices, key=lambda price: price.seconds), left_out

@@ -1,0 +1,168 @@
+"""``autosync predict`` without a plan: what a job would gain over DDP."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lightning_autosync.cli.predict import predict
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.measure.bench.settings import DDPSweep
+from lightning_autosync.plan import builders
+from lightning_autosync.replay import Constants
+from lightning_autosync.report.gain import GainResult, GainRow, gain_remarks, gain_table
+from lightning_autosync.search.selection import PredictedPlan
+from lightning_autosync.strategy.gain import choose_without_trials, predict_gain
+from lightning_autosync.strategy.tuning.settings import TuningSettings
+from lightning_autosync.workload import Variable, Workload
+
+CLUSTER = ClusterSpec.star([100e6, 25e6, 25e6, 25e6])
+SLOW_NODE = CLUSTER.model_copy(
+    update={"nodes": tuple(node.model_copy(update={"speed": 1.0 + place}) for place, node in enumerate(CLUSTER.nodes))}
+)
+LAYERS = tuple(Variable(name=f"layer{number}", shape=(500, 500), ready=0.02 * (5 - number) / 5) for number in range(5))
+WORKLOAD = Workload(name="layers", variables=LAYERS, forward_time=0.01, backward_time=0.02)
+TABLE = Variable(name="table", shape=(10_000, 50), kind="row_sparse", rows=100.0)
+SHORT = TuningSettings(search=0.1)
+CAPS = DDPSweep(bucket_cap_mb=("default", 1, 100))
+
+
+def gain(workload: Workload = WORKLOAD, cluster: ClusterSpec = CLUSTER) -> GainResult:
+    return predict_gain(workload, cluster, Constants(), CAPS, SHORT)
+
+
+@pytest.fixture(scope="module")
+def result() -> GainResult:
+    return gain()
+
+
+def text_of(result: GainResult, width: int = 80) -> str:
+    console = Console(file=StringIO(), width=width)
+    console.print(gain_table(result))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_every_speedup_is_over_the_best_ddp_and_none_beats_the_bound(result: GainResult) -> None:
+    ddp, (bound,), (choice,) = result.of("ddp"), result.of("bound"), result.of("choice")
+    assert ddp[0].step_time == min(row.step_time for row in ddp)
+    assert ddp[0].speedup == 1
+    assert all(row.speedup == pytest.approx(ddp[0].step_time / row.step_time) for row in result.rows)
+    assert choice.speedup > 1.1  # links differ, and bandwidth-proportional shards use them
+    assert all(row.speedup <= bound.speedup for row in (*ddp, choice, *result.of("builder")))
+    assert {row.name for row in result.of("builder")} | result.left_out.keys() == set(builders.names())
+    assert len(result.of("overlap")) == 1
+    assert result.of("overlap")[0].step_time < choice.step_time
+
+
+def test_batch_shares_have_a_row_where_nodes_have_different_speeds(result: GainResult) -> None:
+    assert result.of("shares") == []
+    unequal = gain(cluster=SLOW_NODE)
+    (shares,), (choice,) = unequal.of("shares"), unequal.of("choice")
+    assert shares.step_time < choice.step_time
+
+
+def test_the_choice_is_that_of_a_job_which_knows_no_times_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Workload] = []
+
+    def searched(workload: Workload, *rest: Any) -> list[PredictedPlan]:
+        asked.append(workload)
+        names = {"byteps": 0.9, "all_reduce": 1.0}
+        return [PredictedPlan(builders.build(name, workload, CLUSTER), names[name], name) for name in names]
+
+    monkeypatch.setattr("lightning_autosync.strategy.gain.search_plans", searched)
+    whole = Workload(name="layers", variables=(*LAYERS, TABLE), forward_time=0.01, backward_time=0.02)
+    plan, reason = choose_without_trials(whole, CLUSTER, Constants(), SHORT)
+    assert plan == builders.byteps(asked[0], CLUSTER)
+    assert reason.startswith("byteps, predicted for cluster 'star'")
+    variables = [
+        *(layer.model_copy(update={"ready": None}) for layer in LAYERS),
+        TABLE.model_copy(update={"rows": None}),
+    ]
+    assert asked == [Workload(name="layers", variables=tuple(variables))]
+
+
+def test_the_choice_on_one_host_needs_no_search() -> None:
+    alone = ClusterSpec.uniform(nodes=1, devices=2)
+    plan, reason = choose_without_trials(WORKLOAD, alone, Constants(), SHORT)
+    assert {group.topology for group in plan.groups} == {"shared_memory"}
+    assert "shared memory" in reason
+
+
+def test_ddp_sends_whole_tables() -> None:
+    result = gain(Workload(name="tables", variables=(*LAYERS, TABLE), forward_time=0.01, backward_time=0.02))
+    whole = sum(layer.bytes for layer in LAYERS) + TABLE.bytes
+    ddp, (choice,) = result.of("ddp"), result.of("choice")
+    assert ddp[0].sent == pytest.approx(1.5 * whole, rel=1e-3)  # a ring of four ranks
+    assert choice.sent is None
+    assert any(line.startswith("rows: ") for line in gain_remarks(result))
+
+
+def test_the_table_fits_80_columns_and_times_are_in_the_unit_that_fits(result: GainResult) -> None:
+    rows = (
+        GainRow(kind="ddp", name="DDP, 100 MiB buckets", step_time=1.25, speedup=1.0, sent=8e8, messages=5),
+        GainRow(kind="ddp", name="DDP, default buckets", step_time=1.5, speedup=0.83, sent=8e8, messages=23),
+        GainRow(kind="choice", name="AutoSync", step_time=0.5, speedup=2.5, sent=8e8, messages=9, topologies=("star",)),
+        GainRow(
+            kind="builder", name="random_axis_partitioned_all_reduce", step_time=1.3, speedup=0.96, sent=8e8,
+            messages=161, topologies=("native", "packed"),
+        ),
+        GainRow(kind="bound", name="bound", step_time=0.4, speedup=3.125),
+    )  # fmt: skip
+    found = result.model_copy(update={"rows": rows})
+    lines = text_of(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    (best,) = (line for line in lines if "DDP" in line and "1.250 s" in line)
+    assert "best of 2" in " ".join(lines)
+    assert "1.00x" in best
+    (choice,) = (line for line in lines if "AutoSync" in line)
+    assert "500.0 ms" in choice
+    assert "2.50x" in choice
+    assert "9 star" in choice
+    assert not any("1.500 s" in line for line in lines)
+
+
+def test_the_verb_prints_the_table_and_leaves_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    WORKLOAD.save(tmp_path / "workload.yaml")
+    asked = {"workload": str(tmp_path / "workload.yaml"), "cluster": CLUSTER.to_dict(), "search_seconds": 0.1}
+    predict(asked, tmp_path)
+    said = capsys.readouterr().out
+    assert "AutoSync, without trials: " in said
+    assert str(tmp_path / "result.json") in said
+    result = GainResult.read(tmp_path)
+    assert [row.name for row in result.of("ddp")] == ["DDP, default buckets"]
+    assert all(row.name in said for row in result.rows)
+    assert result.figures().keys() == {"best DDP", "speedup", "overlap", "bound"}
+
+
+def test_a_model_of_the_bench_can_be_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"kind": "flat", "mib": 1.0}
+    predict({"model": model, "cluster": CLUSTER.to_dict(), "search_seconds": 0.1}, tmp_path)
+    result = GainResult.read(tmp_path)
+    assert (result.workload, result.bytes, result.computes) == ("flat", 2**20, False)
+    assert "times of synchronization" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arguments": {"topology": "tree"}}, "arguments: only for one plan; give plan="),
+        ({"rates": "rates.yaml"}, "rates: only for one plan"),
+        ({"cluster": {"uniform": {"nodes": 1}}}, "cluster: 'one' has one rank"),
+        ({"cluster": {"uniform": {"nodes": 2}}}, "cluster 'one': .*bandwidth: unknown"),
+        ({"model": {"kind": "flat", "mib": 1.0}}, "workload: model=NAME has its own workload"),
+        ({"workload": None, "model": {"kind": "flat", "size": 1.0}}, "model: .*size"),
+        ({"search_seconds": 0.01}, "search_seconds: .*0.1"),
+    ],
+)
+def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    asked = {"workload": "ncf", "cluster": CLUSTER.to_dict(), **change}
+    if "cluster" in change:
+        asked["cluster"] = {"format": "autosync-cluster/1", "name": "one", **change["cluster"]}
+    with pytest.raises(AutoSyncError, match=message):
+        predict(asked, tmp_path)
