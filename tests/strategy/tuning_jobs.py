@@ -193,7 +193,7 @@ def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
         folder: directory of the memory.
     """
     opening, logged = [False], list[str]()
-    connect, open_engine, order = _Connector.run, ExactReplica._open, proposals._ordered
+    connect, open_engine, order = _Connector.run, ExactReplica._open, proposals.order_plans
 
     def refuse(self: _Connector, targets: Any) -> Any:
         if opening[0] and dist.get_rank() == 1:
@@ -216,7 +216,7 @@ def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
     with (
         mock.patch.object(_Connector, "run", refuse),
         mock.patch.object(ExactReplica, "_open", spy),
-        mock.patch.object(proposals, "_ordered", reorder),
+        mock.patch.object(proposals, "order_plans", reorder),
         mock.patch.object(live, "rank_zero_info", logged.append),
         mock.patch.object(job_tuning, "TRIAL_CONNECT_TIMEOUT", 0.5),
     ):
