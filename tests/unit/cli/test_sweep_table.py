@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from io import StringIO
 from pathlib import Path
 
+import forked
 import optuna
+import pytest
 from hydra.core.utils import JobReturn
 from rich.console import Console
 
 from hydra_plugins.autosync._space import read_space
 from hydra_plugins.autosync._table import FIGURES, figures_of, sweep_table
 from lightning_autosync.cli.report import ReportResult
+from lightning_autosync.report.gain import GainResult
 
 SPACE = read_space({}, ["model=vgg_like,gpt_like", "ranks=2,4", "seed=1"])
 
@@ -77,3 +82,20 @@ def test_figures_come_from_the_result_of_the_job(tmp_path: Path) -> None:
     assert figures_of(job) == {}
     (tmp_path / "result.json").write_text("{")
     assert figures_of(job) == {}
+
+
+@pytest.mark.slow
+def test_a_sweep_of_a_verb_ends_with_the_figures_of_its_results(tmp_path: Path) -> None:
+    line = ("-m", "workload=ncf", "cluster=four_equal,fat_node_star", "search_seconds=0.1", "ddp=short")
+    command = [sys.executable, "-m", "lightning_autosync.cli", "predict", *line, f"hydra.sweep.dir={tmp_path}"]
+    done = forked.run(command, cwd=tmp_path, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.partition("sweep 'sweep': 2 trials")[2]
+    assert re.search(r"trial ┃ cluster\s+┃ best DDP\s+┃ speedup\s+┃ overlap\s+┃ bound", table)
+    for number, cluster in enumerate(("four_equal", "fat_node_star")):
+        figures = GainResult.read(tmp_path / str(number)).figures()
+        assert re.search(rf"│ {number}\s+│ {cluster}\s+│ {figures['best DDP']}\s+│ {figures['speedup']}", table)
+    record = json.loads((tmp_path / "result.json").read_text())
+    assert [trial["figures"]["speedup"] for trial in record["trials"]] == [
+        GainResult.read(tmp_path / number).figures()["speedup"] for number in "01"
+    ]
