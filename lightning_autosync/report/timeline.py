@@ -21,6 +21,7 @@ from lightning_autosync.report.timeline_rows import Row, timeline_rows
 from lightning_autosync.workload import Workload
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -111,6 +112,9 @@ def timelines_figure(timelines: Mapping[str, Timeline], width: float, max_links:
         _draw_links(axes[2][column], timeline, max_links)
         for axis in axes[:2, column]:
             axis.set_xlim(0, longest * 1e3 or 1)
+        if column and rows[title] == rows[next(iter(rows))]:
+            axes[1][column].set_yticklabels([])
+    figure.legend(handles=_legend(), loc="outside upper right", fontsize=7, ncols=5)
     return figure
 
 
@@ -180,11 +184,17 @@ def _draw_compute(axis: Axes, timeline: Timeline) -> None:
     _label_rows(axis, [f"rank {rank}" for rank in range(min(ranks, _MAX_ROWS))])
     if ranks > _MAX_ROWS:
         axis.set_xlabel(f"the first {_MAX_ROWS} of {ranks} ranks")
-    handles = [
-        axis.barh(0, 0, facecolor=color, edgecolor=_EDGE, hatch=_HATCHES[name], linewidth=0, label=name)
-        for name, color in _COLORS.items()
+
+
+def _legend() -> list[Artist]:
+    from matplotlib.patches import Patch
+
+    look: dict[str, Any] = {"edgecolor": _EDGE, "linewidth": 0}
+    handles: list[Artist] = [
+        Patch(facecolor=color, hatch=_HATCHES[name], label=name, **look) for name, color in _COLORS.items()
     ]
-    axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=7, ncols=len(handles))
+    messages = (_WAITING, "message waits"), (_MOVING, "message moves")
+    return handles + [Patch(facecolor=color, label=label, **look) for color, label in messages]
 
 
 def _draw_messages(axis: Axes, timeline: Timeline, rows: Sequence[Row]) -> None:
@@ -194,9 +204,7 @@ def _draw_messages(axis: Axes, timeline: Timeline, rows: Sequence[Row]) -> None:
             _bar(axis, row, Span("wait", message.ready, message.start), _WAITING)
         for message in messages:
             _bar(axis, row, message, _MOVING)
-    handles = [axis.barh(0, 0, color=color, label=name) for color, name in ((_WAITING, "waits"), (_MOVING, "moves"))]
-    axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=7, ncols=2)
-    _label_rows(axis, short_labels([label for label, _ in rows], MOST_CHARACTERS), 7 if len(rows) <= _MAX_ROWS else 6)
+    _label_rows(axis, short_labels([label for label, _ in rows], MOST_CHARACTERS), 7 if len(rows) <= _MAX_ROWS else 6.5)
     few = len(rows) == len(timeline.messages)
     axis.set_xlabel("ms" if few else f"ms; {len(timeline.messages)} messages in {len(rows)} rows")
 
@@ -204,6 +212,8 @@ def _draw_messages(axis: Axes, timeline: Timeline, rows: Sequence[Row]) -> None:
 def _draw_links(axis: Axes, timeline: Timeline, most: int) -> None:
     if not timeline.links:
         axis.text(0.5, 0.5, "links: not measured", ha="center", va="center", transform=axis.transAxes, fontsize=8)
+        axis.set_axis_off()
+        return
     busiest = sorted(timeline.links.items(), key=lambda item: -item[1])[:most]
     axis.barh(range(len(busiest)), [100 * share for _, share in busiest], color=_BUSY)
     _label_rows(axis, [name for name, _ in busiest])
