@@ -30,6 +30,7 @@ from lightning_autosync.documents.files import (
     write_text,
     writing,
 )
+from lightning_autosync.documents.labels import short_labels
 from lightning_autosync.documents.limits import MOST_BYTES, MOST_NODES
 from lightning_autosync.documents.reading import SUFFIXES, is_path, parse_json, read_data, read_text, whole_lines
 from lightning_autosync.documents.records import (
@@ -83,6 +84,7 @@ __all__ = [
     "read_text",
     "result_figures",
     "seconds_text",
+    "short_labels",
     "shortened",
     "shown",
     "whole_lines",

@@ -17,6 +17,7 @@ from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.end_of_backward import call_after_backward
 from lightning_autosync.engine.gradient_scale import gradient_accumulator
 from lightning_autosync.engine.gradients import MessageGradients
+from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.static_graph import StaticGraph
 from lightning_autosync.engine.tracing import Recorder
@@ -180,6 +181,8 @@ class Engine:
         if not self._pending:
             self._end_pass()
         elif self.on_launch is not None:
+            if self._recorder is not None:
+                self._recorder.overlap()
             self.on_launch()
 
     def synchronize(self) -> None:
@@ -209,8 +212,10 @@ class Engine:
         self._finite = True
         if self.on_backward is not None:
             self.on_backward()
-        if self._recorder is not None:
-            self._recorder.end_backward()
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.end_backward()
+            recorder.begin_wait()
         if self._graph is not None:
             self._graph.end_pass()
         self._pending = {gradients.message.index: gradients for gradients in self._gradients if gradients.active}
@@ -223,6 +228,8 @@ class Engine:
         for index, gradients in list(self._pending.items()):
             if len(gradients.message.rounds) > 1:
                 self.finish_message(index)
+        if recorder is not None:
+            recorder.end_wait()
 
     def finish_message(self, index: int) -> None:
         """Wait until the gradients of one message hold the mean over ranks; does nothing if they already do.
@@ -249,13 +256,17 @@ class Engine:
         return self._gradients[index].parameters
 
     def _finish_one(self, index: int) -> None:
-        gradients = self._pending[index]
+        gradients, recorder = self._pending[index], self._recorder
+        if recorder is not None:
+            recorder.begin_wait()
         gradients.finish()
+        if recorder is not None:
+            recorder.end_wait()
         del self._pending[index]
         if self._watches_changes:
             self._change_seen = self._change_seen or gradients.change_seen
-        if self._recorder is not None:
-            self._recorder.finish(index)
+        if recorder is not None:
+            recorder.finish(index)
         if self._loss_scale is not None and self._compressor_state.has_residuals:
             self._finite = self._finite and gradients.finite()
         if not self._pending:
@@ -328,7 +339,7 @@ class Engine:
         self._accumulators = []
 
     def _hook(self, gradients: MessageGradients, place: int) -> Callable[..., None]:
-        pack, graph = gradients.packer(place), self._graph
+        pack, graph, name = gradients.packer(place), self._graph, gradients.message.name
 
         def on_gradient(*_: object) -> None:
             if not self.enabled:
@@ -337,7 +348,8 @@ class Engine:
                 self._arm()
             if graph is not None and not graph.arrived(gradients, place):
                 return
-            pack()
+            with profiled(name, "pack"):
+                pack()
             gradients.missing -= 1
             if gradients.missing == 0:
                 self._complete(gradients)
@@ -418,4 +430,5 @@ class Engine:
     def _start(self, gradients: MessageGradients) -> None:
         if self._recorder is not None:
             self._recorder.start(gradients.message.index)
-        gradients.start()
+        with profiled(gradients.message.name, "launch"):
+            gradients.start()

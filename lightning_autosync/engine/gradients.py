@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_autosync.engine.exchanges.base import Exchange
 from lightning_autosync.engine.exchanges.rows import RowExchange, Rows
+from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.schedule import Message
 
@@ -195,7 +196,12 @@ class DenseGradients(MessageGradients):
         self.exchange.start()
 
     def finish(self) -> None:
-        self.exchange.wait()
+        with profiled(self.message.name, "wait"):
+            self.exchange.wait()
+        with profiled(self.message.name, "unpack"):
+            self._unpack()
+
+    def _unpack(self) -> None:
         if self._result is not self._buffer and any(self._as_view):
             self._buffer.copy_(self._result)
         targets, sums = [], []
@@ -310,7 +316,12 @@ class RowGradients(MessageGradients):
         return Rows(values.new_empty(0, dtype=torch.int64), values, gradients=0)
 
     def finish(self) -> None:
-        self._total = total = self.exchange.wait()
+        with profiled(self.message.name, "wait"):
+            self._total = total = self.exchange.wait()
+        with profiled(self.message.name, "unpack"):
+            self._unpack(total)
+
+    def _unpack(self, total: Rows) -> None:
         parameter = self._parameter
         if total.gradients > 0 and parameter.requires_grad:
             if self._sparse_layout:

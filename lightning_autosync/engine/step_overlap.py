@@ -38,6 +38,8 @@ from lightning_autosync.errors import ExchangeError
 
 _deferring: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 """Optimizers whose steps leave out parameters that are due, and the handles of `_before_step`."""
+_MOST_READERS = 10
+"""Largest number of functions of which `StepOverlap` tells that they wait."""
 _TAKEN = "_autosync_taken"
 """Attribute of a part of an optimizer: a `_Taken` for each of its groups."""
 
@@ -55,7 +57,8 @@ class StepOverlap:
     Args:
         module: the module whose parameters an engine synchronizes.
         check_reads: whether to find readers of memory whose step is due; see `StaleReads`.
-        on_wait: called with the first function (its name, file and line) that reads gradients before a step.
+        on_wait: called with each function (its name, file and line) that reads gradients before a step, once, and with
+            ten functions at most.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class StepOverlap:
         self._failure: ExchangeError | None = None
         self._released: list[nn.Parameter] = []
         self._on_wait = on_wait
+        self._readers: set[str] = set()
         # Hooks of the modules themselves would be saved with them, and would turn off faster paths of evaluation.
         self._handle: RemovableHandle = register_module_forward_pre_hook(_before_forward)
         self._checking = ExitStack()
@@ -178,9 +182,9 @@ class StepOverlap:
 
     def note_reader(self, reader: str) -> None:
         """See `Owner.note_reader`."""
-        on_wait, self._on_wait = self._on_wait, None
-        if on_wait is not None:
-            on_wait(reader)
+        if self._on_wait is not None and reader not in self._readers and len(self._readers) < _MOST_READERS:
+            self._readers.add(reader)
+            self._on_wait(reader)
 
     def close(self) -> None:
         """Settle, and stop deferring steps. After a failure, parameters without a value raise when they are read."""

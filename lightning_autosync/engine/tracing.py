@@ -21,6 +21,9 @@ class StepTrace:
         started: time at which the message was handed to the transport or the backend; None if it took no part.
         completed: time at which this rank had the sum, or the end of the engine's wait if the exchange reports no time.
         origin: beginning of the step on the clock of this process (``time.perf_counter``).
+        waits: (start, end) of each time in which the main thread waited for other ranks after its backward pass. With
+            ``overlap="step"``, some of them may lie in the next forward pass.
+        overlapped: whether the backward pass ended without a wait, with messages under way.
     """
 
     forward: float
@@ -31,6 +34,13 @@ class StepTrace:
     started: Times
     completed: Times
     origin: float = 0.0
+    waits: tuple[tuple[float, float], ...] = ()
+    overlapped: bool = False
+
+    @property
+    def wait(self) -> float:
+        """Seconds in which the main thread waited for other ranks after its backward pass."""
+        return sum(end - start for start, end in self.waits)
 
 
 class Recorder:
@@ -54,11 +64,18 @@ class Recorder:
         self._completed: list[float | None] = [None] * self._count
         self._forward: float | None = None
         self._backward = self._synchronized = 0.0
+        self._waits: list[tuple[float, float]] = []
+        self._wait_begun: float | None = None
+        self._depth = 0
+        self._overlapped = False
         self._origin = time.perf_counter()
 
     def end(self) -> StepTrace:
-        """End the step; returns its times."""
+        """End the step; returns its times. A wait that goes on counts until now."""
         end = self._now()
+        if self._wait_begun is not None:
+            self._waits.append((self._wait_begun, end))
+            self._wait_begun = None
         return StepTrace(
             forward=self._forward or 0.0,
             backward=self._backward,
@@ -68,6 +85,8 @@ class Recorder:
             started=tuple(self._started),
             completed=tuple(self._completed),
             origin=self._origin,
+            waits=tuple(self._waits),
+            overlapped=self._overlapped,
         )
 
     def end_forward(self) -> None:
@@ -77,6 +96,23 @@ class Recorder:
 
     def end_backward(self) -> None:
         self._backward = self._now()
+
+    def begin_wait(self) -> None:
+        """Mark the beginning of a wait for other ranks. A wait within another one counts once."""
+        if self._wait_begun is None:
+            self._wait_begun = self._now()
+        self._depth += 1
+
+    def end_wait(self) -> None:
+        """Mark the end of the wait that `begin_wait` began; no effect if the step in which it began has ended."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and self._wait_begun is not None:
+            self._waits.append((self._wait_begun, self._now()))
+            self._wait_begun = None
+
+    def overlap(self) -> None:
+        """Mark that the backward pass ended without a wait, with messages under way."""
+        self._overlapped = True
 
     def end_synchronization(self) -> None:
         """Mark the time at which every gradient holds its mean."""

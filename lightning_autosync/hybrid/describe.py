@@ -24,7 +24,7 @@ def plan_table(plan: HybridPlan, width: int = 120) -> str:
         title_justify="left",
         header_style="bold",
     )
-    table.add_column("layers")
+    table.add_column("layers", overflow="fold")
     for dimension, size in enumerate(plan.mesh):
         table.add_column(f"dimension {dimension} ({size})")
     table.add_column("output")

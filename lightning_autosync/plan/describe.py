@@ -7,10 +7,12 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from lightning_autosync.documents import counted
+from lightning_autosync.documents import counted, short_labels
 from lightning_autosync.plan.spec import Group, SyncPlan
 from lightning_autosync.workload import Workload
 
+_MOST_CHARACTERS = 28
+"""Longest name of a group or variable in the table, if numbers and differences do not need more."""
 _HEADINGS = ("group", "variables", "architecture", "topology", "shards", "placement", "compressor", "priority")
 
 
@@ -18,9 +20,14 @@ def plan_table(plan: SyncPlan, workload: Workload | None = None, width: int = 12
     """A text table of the plan's groups, with their megabytes if the workload is given."""
     table = Table(title=_title(plan), title_justify="left", header_style="bold")
     for heading in _HEADINGS if workload is None else (*_HEADINGS, "MB"):
-        table.add_column(heading, justify="right" if heading in ("shards", "priority", "MB") else "left")
-    for group in plan.groups:
-        row = _row(group)
+        table.add_column(
+            heading, justify="right" if heading in ("shards", "priority", "MB") else "left", overflow="fold"
+        )
+    names = short_labels([group.name for group in plan.groups], _MOST_CHARACTERS)
+    variables = short_labels([group.variables[0] for group in plan.groups], _MOST_CHARACTERS)
+    for group, name, variable in zip(plan.groups, names, variables, strict=True):
+        row = [name, variable if len(group.variables) == 1 else f"{variable} and {len(group.variables) - 1} more"]
+        row += _row(group)
         if workload is not None:
             row.append(f"{sum(workload.variable(name).bytes for name in group.variables) / 1e6:.3f}")
         table.add_row(*row)
@@ -40,7 +47,7 @@ def _title(plan: SyncPlan) -> str:
 
 
 def _row(group: Group) -> list[str]:
-    first, count = group.variables[0], len(group.variables)
+    """The cells of a group after its name and variables."""
     shards = str(group.shards) if group.partition else "-"
     if group.partition and group.partition.axis is not None:
         shards += f" on axis {group.partition.axis}"
@@ -52,8 +59,6 @@ def _row(group: Group) -> list[str]:
         paired = any(tree.broadcast for tree in group.trees)
         topology += f" ({len(group.trees)} {'tree pairs' if paired else 'trees'})"
     return [
-        group.name,
-        first if count == 1 else f"{first} and {count - 1} more",
         group.architecture,
         topology,
         shards,

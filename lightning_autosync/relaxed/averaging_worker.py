@@ -244,14 +244,15 @@ class AveragingWorker(Synchronizer):
         Raises:
             ExchangeError: too many groups broke in a row, or the controller stopped or is lost.
         """
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(min(_SHORTEST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
-            self._client.send(kind, iteration=self._iteration, samples=self._samples, elements=elements, **facts)
-            group = self._await_group(steps_back=int(kind == "ready"))
-            average = self._try(group, flat_for(group))
-            if average is not None:
-                return group, average
+        with self._waiting("average"):
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    time.sleep(min(_SHORTEST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
+                self._client.send(kind, iteration=self._iteration, samples=self._samples, elements=elements, **facts)
+                group = self._await_group(steps_back=int(kind == "ready"))
+                average = self._try(group, flat_for(group))
+                if average is not None:
+                    return group, average
         raise ExchangeError(f"{ATTEMPTS} groups failed in a row; the last had ranks {group['members']}")
 
     def _await_group(self, steps_back: int) -> dict[str, Any]:

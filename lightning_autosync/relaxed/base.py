@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
+
+from lightning_autosync.engine.profiling import profiled
 
 
 class Drain(NamedTuple):
@@ -61,6 +66,18 @@ class Synchronizer(ABC):
     """The last drain; None before the first."""
     joined_after = 0
     """Number of the last drain before this worker took its model, if it returned; 0 if there was none."""
+    seconds_waited = 0.0
+    """Seconds so far in which the training loop waited for averages or servers, the work of an average included."""
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """The context of a wait; profilers show it as ``autosync/<what>/wait``."""
+        begun = time.perf_counter()
+        try:
+            with profiled(what, "wait"):
+                yield
+        finally:
+            self.seconds_waited += time.perf_counter() - begun
 
     @abstractmethod
     def drain(self) -> None:

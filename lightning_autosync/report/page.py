@@ -151,9 +151,9 @@ def _final_rows(run: TuningRun) -> list[dict[str, str]]:
 def _facts(run: TuningRun) -> dict[str, str]:
     """Facts about what was tuned and how long that took."""
     workload, cluster, timing = run.workload, run.cluster, run.result.timing
-    variables, nodes = counted(len(workload.variables), "variable"), counted(len(cluster.nodes), "node")
+    parameters, nodes = counted(len(workload.variables), "parameter"), counted(len(cluster.nodes), "node")
     facts = {
-        "model": f"{workload.name}: {variables}, {workload.bytes / 1e6:.1f} MB of gradients",
+        "model": f"{workload.name}: {parameters}, {workload.bytes / 1e6:.1f} MB of gradients",
         "compute": f"forward {milliseconds(workload.forward_time)}, backward {milliseconds(workload.backward_time)}",
         "cluster": f"{cluster.name}: {cluster.world_size} ranks on {nodes}{_rates(run)}",
         "semantics": run.result.semantics,

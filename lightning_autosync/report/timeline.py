@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import check_format, checked, read_data, write_text
+from lightning_autosync.documents import check_format, checked, read_data, short_labels, write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.figures import save_figure
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.replay import Constants, Replay, Span, Timeline
 from lightning_autosync.report.figures.picture import WIDTH, Picture, new_figure, styled
+from lightning_autosync.report.figures.plan import MOST_CHARACTERS
 from lightning_autosync.report.rendering import milliseconds
+from lightning_autosync.report.timeline_rows import Row, timeline_rows
 from lightning_autosync.workload import Workload
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -31,6 +34,9 @@ _WAITING, _MOVING, _BUSY = "#c9ced6", "#f58518", "#e45756"
 _EDGE = "#fefefe"
 """Colour of hatches, which is that of the page."""
 _MAX_ROWS = 40
+"""Largest number of ranks, and of links, in a picture."""
+_ROW, _LOW_ROW = 0.24, 0.15
+"""Inches of a row, and of one where a picture has more than `_MAX_ROWS` rows of messages."""
 _MAX_LINKS = 8
 """Largest number of links in the timelines of a report; its picture of the cluster shows all."""
 _IMAGES = (".svg", ".png")
@@ -69,8 +75,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[st
     """Draw timelines side by side on the same time scale.
 
     The rows show, from the top: what each rank computes; each message, grey while it waits and coloured while it moves;
-    the busy share of each direction of each link, if known. At most 40 ranks, messages and links are shown: the first
-    ranks and messages, and the busiest links.
+    the busy share of each direction of each link, if known. At most 40 ranks and links are shown: the first ranks, and
+    the busiest links. If there are more than 100 messages, the messages of a layer share a row (see `timeline_rows`).
 
     Args:
         timelines: timelines by title, for example ``predicted`` and ``measured``.
@@ -90,18 +96,25 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[st
 
 def timelines_figure(timelines: Mapping[str, Timeline], width: float, max_links: int = _MAX_ROWS) -> Figure:
     """The figure of `draw_timelines`, ``width`` inches wide, with at most ``max_links`` links."""
-    rows = [max(_row_counts(timeline)[k] for timeline in timelines.values()) for k in range(3)]
-    ratios = [max(2, rows[0]), max(2, rows[1]), max(2, min(rows[2], max_links))]
-    figure = new_figure(1.5 + 0.24 * sum(ratios), width)
+    rows = {title: timeline_rows([one.name for one in timeline.messages]) for title, timeline in timelines.items()}
+    ranks = max(len(timeline.compute) for timeline in timelines.values())
+    messages = max(map(len, rows.values()))
+    links = max(len(timeline.links) for timeline in timelines.values())
+    height = _ROW if messages <= _MAX_ROWS else _LOW_ROW
+    ratios = [_ROW * max(2, min(ranks, _MAX_ROWS)), height * max(2, messages), _ROW * max(2, min(links, max_links))]
+    figure = new_figure(1.5 + sum(ratios), width)
     axes = figure.subplots(3, len(timelines), squeeze=False, height_ratios=ratios)
     longest = max(timeline.step_time for timeline in timelines.values())
     for column, (title, timeline) in enumerate(timelines.items()):
         axes[0][column].set_title(f"{title}: {timeline.step_time * 1e3:.1f} ms", loc="left")
         _draw_compute(axes[0][column], timeline)
-        _draw_messages(axes[1][column], timeline)
+        _draw_messages(axes[1][column], timeline, rows[title])
         _draw_links(axes[2][column], timeline, max_links)
         for axis in axes[:2, column]:
             axis.set_xlim(0, longest * 1e3 or 1)
+        if column and rows[title] == rows[next(iter(rows))]:
+            axes[1][column].set_yticklabels([])
+    figure.legend(handles=_legend(), loc="outside upper right", fontsize=7, ncols=5)
     return figure
 
 
@@ -163,41 +176,50 @@ def _trace(process: int, title: str, timeline: Timeline) -> list[dict[str, Any]]
     return events
 
 
-def _row_counts(timeline: Timeline) -> tuple[int, int, int]:
-    counts = len(timeline.compute), len(timeline.messages), len(timeline.links)
-    return min(counts[0], _MAX_ROWS), min(counts[1], _MAX_ROWS), min(counts[2], _MAX_ROWS)
-
-
 def _draw_compute(axis: Axes, timeline: Timeline) -> None:
     for row, spans in enumerate(timeline.compute[:_MAX_ROWS]):
         for span in spans:
             _bar(axis, row, span, _COLORS.get(span.name, _WAITING), _HATCHES.get(span.name, ""))
-    _label_rows(axis, [f"rank {rank}" for rank in range(_row_counts(timeline)[0])])
-    handles = [
-        axis.barh(0, 0, facecolor=color, edgecolor=_EDGE, hatch=_HATCHES[name], linewidth=0, label=name)
-        for name, color in _COLORS.items()
+    ranks = len(timeline.compute)
+    _label_rows(axis, [f"rank {rank}" for rank in range(min(ranks, _MAX_ROWS))])
+    if ranks > _MAX_ROWS:
+        axis.set_xlabel(f"the first {_MAX_ROWS} of {ranks} ranks")
+
+
+def _legend() -> list[Artist]:
+    from matplotlib.patches import Patch
+
+    look: dict[str, Any] = {"edgecolor": _EDGE, "linewidth": 0}
+    handles: list[Artist] = [
+        Patch(facecolor=color, hatch=_HATCHES[name], label=name, **look) for name, color in _COLORS.items()
     ]
-    axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=7, ncols=len(handles))
+    messages = (_WAITING, "message waits"), (_MOVING, "message moves")
+    return handles + [Patch(facecolor=color, label=label, **look) for color, label in messages]
 
 
-def _draw_messages(axis: Axes, timeline: Timeline) -> None:
-    for row, message in enumerate(timeline.messages[:_MAX_ROWS]):
-        _bar(axis, row, Span("wait", message.ready, message.start), _WAITING)
-        _bar(axis, row, message, _MOVING)
-    handles = [axis.barh(0, 0, color=color, label=name) for color, name in ((_WAITING, "waits"), (_MOVING, "moves"))]
-    axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=7, ncols=2)
-    _label_rows(axis, [message.name for message in timeline.messages[:_MAX_ROWS]])
-    axis.set_xlabel("ms")
+def _draw_messages(axis: Axes, timeline: Timeline, rows: Sequence[Row]) -> None:
+    for row, (_, members) in enumerate(rows):
+        messages = [timeline.messages[index] for index in members]
+        for message in messages:
+            _bar(axis, row, Span("wait", message.ready, message.start), _WAITING)
+        for message in messages:
+            _bar(axis, row, message, _MOVING)
+    _label_rows(axis, short_labels([label for label, _ in rows], MOST_CHARACTERS), 7 if len(rows) <= _MAX_ROWS else 6.5)
+    few = len(rows) == len(timeline.messages)
+    axis.set_xlabel("ms" if few else f"ms; {len(timeline.messages)} messages in {len(rows)} rows")
 
 
 def _draw_links(axis: Axes, timeline: Timeline, most: int) -> None:
     if not timeline.links:
         axis.text(0.5, 0.5, "links: not measured", ha="center", va="center", transform=axis.transAxes, fontsize=8)
+        axis.set_axis_off()
+        return
     busiest = sorted(timeline.links.items(), key=lambda item: -item[1])[:most]
     axis.barh(range(len(busiest)), [100 * share for _, share in busiest], color=_BUSY)
     _label_rows(axis, [name for name, _ in busiest])
     axis.set_xlim(0, 100)
-    axis.set_xlabel("busy, % of the step")
+    left_out = f", the {most} busiest of {len(timeline.links)}" if len(timeline.links) > most else ""
+    axis.set_xlabel(f"busy, % of the step{left_out}")
 
 
 def _bar(axis: Axes, row: int, span: Span, color: str, hatch: str = "") -> None:
@@ -206,6 +228,6 @@ def _bar(axis: Axes, row: int, span: Span, color: str, hatch: str = "") -> None:
         axis.barh(row, span.seconds * 1e3, hatch=hatch, **place)
 
 
-def _label_rows(axis: Axes, names: list[str]) -> None:
-    axis.set_yticks(range(len(names)), names, fontsize=7)
+def _label_rows(axis: Axes, names: list[str], size: float = 7) -> None:
+    axis.set_yticks(range(len(names)), names, fontsize=size)
     axis.set_ylim(max(len(names), 1) - 0.5, -0.5)

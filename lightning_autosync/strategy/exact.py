@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
-from lightning_autosync.strategy.overlap import defer_steps_of, make_overlap
+from lightning_autosync.strategy.overlap import WaitLog, defer_steps_of, make_overlap
 from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
@@ -78,6 +79,7 @@ class ExactReplica(Replica):
         self._parameters = ParameterComparison(module, group)
         self._weights = WeightComparison(module, settings.check_replicas, group)
         self._overlap = make_overlap(module, settings)
+        self._waits = WaitLog()
         self.scale: GradientScale | None = None
         self._shares: BatchShares | None = None
         self._engine: Engine | None = None
@@ -138,7 +140,10 @@ class ExactReplica(Replica):
         return True
 
     def step_figures(self) -> StepFigures | None:
-        return self._tuning.step_figures()
+        figures, shares = self._tuning.step_figures(), self._shares
+        if figures is None or shares is None:
+            return figures
+        return replace(figures, batch_share=shares.shares[shares.rank] / sum(shares.shares))
 
     @property
     def enabled(self) -> bool:
@@ -408,8 +413,11 @@ class ExactReplica(Replica):
 
     def _choose_wait(self, engine: Engine) -> None:
         """Choose when the coming pass waits, alike on all ranks: at its end if collective calls may follow it."""
-        waits = self._overlap is None or self._parameters.active or self._weights.is_due or self._tuning.trying
-        engine.waits = "backward" if waits else "parameters"
+        if self._overlap is None:
+            return
+        reasons = self._parameters.active, self._tuning.trying, self._weights.is_due
+        engine.waits = "backward" if any(reasons) else "parameters"
+        self._waits.tell(*reasons)
 
 
 def _initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:

@@ -13,10 +13,16 @@ from torch.optim import Optimizer
 
 from lightning_autosync.engine import StepOverlap, defer_steps
 from lightning_autosync.engine.due_parameter import due_of
+from lightning_autosync.strategy.replica_comparison import CALM
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload.description import COMPILED
 
 _WAIT = "steps wait for gradients at the end of the backward pass"
+_REASONS = (
+    f"for a while, because parameters were frozen, unfrozen or replaced (until {CALM} steps bring no other change)",
+    "while other plans are tried",
+    "in each step in which weights are compared (check_replicas)",
+)
 
 
 def make_overlap(module: nn.Module, settings: StrategySettings) -> StepOverlap | None:
@@ -37,6 +43,20 @@ def defer_steps_of(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         if reason := defer_steps(optimizer):
             rank_zero_info(f"AutoSync: overlap: {_WAIT}, because {reason}")
+
+
+class WaitLog:
+    """Tells on rank 0, once for each reason, why the steps of a job that overlaps wait at times."""
+
+    def __init__(self) -> None:
+        self._told = [False] * len(_REASONS)
+
+    def tell(self, *holds: bool) -> None:
+        """Note the reasons of a step that waits: changed parameters, trials, and a comparison of weights."""
+        for place, holding in enumerate(holds):
+            if holding and not self._told[place]:
+                self._told[place] = True
+                rank_zero_info(f"AutoSync: overlap: {_WAIT} {_REASONS[place]}")
 
 
 def reading_past_failures(module: nn.Module | None) -> AbstractContextManager[Any]:

@@ -31,6 +31,7 @@ from lightning_autosync.strategy.job import (
     withdraw_job,
 )
 from lightning_autosync.strategy.process_group import JobMembers, refused_collectives
+from lightning_autosync.strategy.relaxed_meter import RelaxedMeter
 from lightning_autosync.strategy.resolution import resolve_together
 from lightning_autosync.strategy.schedules import estimated_epochs
 from lightning_autosync.strategy.settings import StrategySettings
@@ -45,6 +46,7 @@ from lightning_autosync.strategy.trainer import (
     put_first,
 )
 from lightning_autosync.strategy.trainer_state import TrainerProgress, TrainerStateServer, request_trainer_state
+from lightning_autosync.strategy.tuning.step_meter import StepFigures
 from lightning_autosync.workload import IGNORED, variable_names
 
 UNEVEN = ("partial_reduce", "asynchronous")
@@ -126,6 +128,7 @@ class RelaxedReplica(Replica):
         """Refusals of collective calls, which other ranks would not answer between two meetings."""
         self._samples = 0
         self._computing = self._stepping = False
+        self._meter: RelaxedMeter | None = None
         rank_zero_info(
             f"AutoSync: plan {found.plan.fingerprint} ({self._mode}, {size} ranks, "
             f"{found.workload.bytes / 1e6:.3g} MB): {found.reason}"
@@ -164,6 +167,14 @@ class RelaxedReplica(Replica):
     def _served(self) -> bool:
         """Whether servers step the optimizer and keep its state."""
         return self._mode not in AVERAGING
+
+    def measure_steps(self) -> bool:
+        if self._meter is None:
+            self._meter = RelaxedMeter()
+        return True
+
+    def step_figures(self) -> StepFigures | None:
+        return None if self._meter is None else self._meter.take()
 
     def _steps(self) -> int:
         """Number of steps that this rank's model represents."""
@@ -250,6 +261,8 @@ class RelaxedReplica(Replica):
                 self._state_server.resume(0 if drain is None else drain.number)
         self._synchronizer.resume()
         self._drained = False
+        if self._meter is not None:
+            self._meter.begin(self._mesh.bytes_sent)
 
     def begin_batch(self) -> None:
         if self._progress is not None:
@@ -286,9 +299,7 @@ class RelaxedReplica(Replica):
                 loss = closure() if closure is not None else None
             # The synchronizer may step the optimizer itself.
             optimizer.step = own  # type: ignore[method-assign]
-            assert self._synchronizer is not None
-            self._synchronizer.step(optimizer, self._samples)
-            self._samples = 0
+            self._step(optimizer)
             return loss
 
         optimizer.step = step  # type: ignore[method-assign]
@@ -303,6 +314,15 @@ class RelaxedReplica(Replica):
                 optimizer.step = own  # type: ignore[method-assign]
             else:
                 del optimizer.step
+
+    def _step(self, optimizer: Optimizer) -> None:
+        synchronizer = self._synchronizer
+        assert synchronizer is not None
+        before = synchronizer.seconds_waited
+        synchronizer.step(optimizer, self._samples)
+        self._samples = 0
+        if self._meter is not None:
+            self._meter.add(synchronizer.seconds_waited - before, self._mesh.bytes_sent)
 
     def meet(self) -> None:
         """Meet all ranks, which leave with the same model; do nothing if this rank has not left the last meeting."""

@@ -13,7 +13,7 @@ from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck, d
 from lightning_autosync.errors import PlanError
 from lightning_autosync.workload import shortened_rows, variable_names
 
-_CALM = 100
+CALM = 100
 """Passes without a change after which ranks no longer compare their parameters before each pass."""
 
 
@@ -53,7 +53,7 @@ class ParameterComparison:
         if largest != smallest:
             self._refuse_differences()
         self._calm = self._calm + 1 if own == self._agreed else 0
-        self.active = self._calm < _CALM
+        self.active = self._calm < CALM
         return own != self._agreed
 
     def begin(self) -> None:

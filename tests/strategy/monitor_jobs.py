@@ -79,9 +79,35 @@ def bytes_of(folder: str, builder: str) -> dict[str, Any]:
     return {"rows": rows, "sent": [(after - before) / EVERY for before, after in pairwise(known)]}
 
 
-def silent(folder: str, kind: str) -> dict[str, Any]:
+WATCHED: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap": "step", "plan": "ps", "cluster": PAIR, "check_replicas": 0},
+    "shares": {"batch_shares": [3, 1], "plan": "all_reduce", "cluster": PAIR},
+    "partial_reduce": {"plan": "partial_reduce", "semantics": "relaxed"},
+    "asynchronous": {"plan": "asynchronous", "semantics": "relaxed"},
+}
+
+
+def watched(folder: str, kind: str) -> dict[str, Any]:
+    """What a job logs, and the fingerprint of its plan."""
+    strategy = AutoSyncStrategy(**WATCHED[kind])
+    rows = _fit(strategy, folder, model="Wide")
+    report = strategy.report()
+    page = Path(folder) / f"{dist.get_rank()}.html"
+    if kind == "overlap" and report is not None and dist.get_rank() == 0:
+        report.save(page)
+    assert strategy.plan is not None
+    names = Path(folder) / "job" / "version_0" / "hparams.yaml"
+    return {
+        "rows": rows,
+        "plan": strategy.plan.fingerprint,
+        "page": page.read_text() if page.exists() else "",
+        "hyperparameters": yaml.safe_load(names.read_text()) if dist.get_rank() == 0 else {},
+    }
+
+
+def silent(folder: str) -> dict[str, Any]:
     """The warnings of a job that has none of the metrics."""
-    strategy = DDPStrategy() if kind == "ddp" else AutoSyncStrategy(plan="periodic", semantics="relaxed")
+    strategy = DDPStrategy()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rows = _fit(strategy, folder)

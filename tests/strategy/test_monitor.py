@@ -9,6 +9,7 @@ from typing import Any
 import monitor_jobs
 import pytest
 from models import Plain
+from sweeps import sweep
 
 import lightning_autosync
 from lightning_autosync.errors import DocumentError
@@ -57,8 +58,9 @@ def test_the_page_of_a_job_shows_its_plan_its_links_and_its_trials(tuned: list[d
     for trial in report["trials"]:
         assert trial["plan"] in page
         assert f"{trial['speedup']:.2f}x" in page
-    for name in ("messages", "cluster", "steps"):
+    for name in ("messages", "cluster", "history", "steps"):
         assert f'<figure id="{name}">' in page
+    assert "measured on rank 0" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
@@ -70,9 +72,40 @@ def test_bytes_are_those_that_the_kernel_counts(duo: Any, tmp_path: Any, builder
     assert found["sent"] == pytest.approx([logged] * len(found["sent"]), rel=0.1)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "relaxed"])
-def test_strategies_without_the_metrics_say_so_once(duo: Any, tmp_path: Any, kind: str) -> None:
-    first, second = duo.run(monitor_jobs.silent, folder=str(tmp_path), kind=kind)
+def watched(duo: Any, folder: Any, kind: str) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """What rank 0 logged under one of the strategies of `monitor_jobs.WATCHED`."""
+    first, second = duo.run(monitor_jobs.watched, folder=str(folder), kind=kind)
+    assert second["rows"] == []
+    assert first["hyperparameters"]["autosync_plan"] == first["plan"]
+    for row in first["rows"]:
+        assert 0 <= row["autosync/wait"] < row["autosync/step_time"] < 10
+    return first["rows"], first
+
+
+def test_with_overlap_waits_and_what_was_hidden_are_those_of_the_next_forward_pass_too(duo: Any, tmp_path: Any) -> None:
+    rows, found = watched(duo, tmp_path, "overlap")
+    assert len(rows) == 2 * 8 // monitor_jobs.EVERY
+    assert all(row["autosync/overlapped_steps"] > 0.5 for row in rows)
+    assert all(0 <= row["autosync/overlap"] <= 1 and row["autosync/share_of_bound"] > 0 for row in rows)
+    assert "100% of the steps ended their backward pass without a wait" in found["page"]
+
+
+def test_with_batch_shares_the_share_of_the_rank_is_logged(duo: Any, tmp_path: Any) -> None:
+    rows, _ = watched(duo, tmp_path, "shares")
+    assert {row["autosync/batch_share"] for row in rows} == {0.75}
+
+
+@pytest.mark.parametrize("kind", sweep(["partial_reduce", "asynchronous"], ["partial_reduce"]))
+def test_relaxed_plans_have_step_times_waits_and_bytes(duo: Any, tmp_path: Any, kind: str) -> None:
+    rows, _ = watched(duo, tmp_path, kind)
+    assert rows
+    assert all(row["autosync/wait"] > 0 for row in rows)
+    assert all(row["autosync/bytes"] > 20_000 for row in rows)
+    assert all("autosync/overlap" not in row for row in rows)
+
+
+def test_strategies_without_the_metrics_say_so_once(duo: Any, tmp_path: Any) -> None:
+    first, second = duo.run(monitor_jobs.silent, folder=str(tmp_path))
     assert first["rows"] == []
     assert len(first["warnings"]) == 1
     assert "SyncMonitor logs nothing under" in first["warnings"][0]

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_autosync.engine.exchanges.base import byte_view
 from lightning_autosync.engine.exchanges.rows import INDEX_BYTES, RowExchange, Rows, add_rows
 from lightning_autosync.engine.exchanges.trees import TreeSteps
+from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.transport import DOWN, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, RowBroadcast
@@ -112,7 +113,8 @@ class RowGatherExchange(TreeSteps, RowExchange):
         self._completion.wait()
         assert self._own is not None
         parts = [self._rows_of(rank) if rank != self._rank else self._own for rank in range(self._ranks)]
-        total = add_rows(parts)
+        with profiled(self._name, "reduce"):
+            total = add_rows(parts)
         # The sum holds what it needs; the frames of all ranks would otherwise stay in memory until the next step.
         self._own = None
         for part in self._current.parts.values():
@@ -157,7 +159,11 @@ class RowGatherExchange(TreeSteps, RowExchange):
         return byte_view(wire)
 
     def arrived(self, peer: int, frame: Frame) -> None:
-        wire = self._incoming.pop((peer, frame))
+        with profiled(self._name, "broadcast"):
+            self._take(peer, frame, self._incoming.pop((peer, frame)))
+
+    def _take(self, peer: int, frame: Frame, wire: Tensor) -> None:
+        """Keep rows that have arrived, and pass them on."""
         part, step = self._part(peer, frame), self._step_of(peer, frame)
         gradients, count = wire[:_HEADER_BYTES].view(torch.int64).tolist()
         rows = Rows.cut(wire[_HEADER_BYTES:], self._width, self._dtype, gradients)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_autosync.engine.exchanges.base import Exchange
+from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.plan.codecs.powersgd import Factor, low_rank_layout
 from lightning_autosync.plan.schedule import Message
 
@@ -39,6 +40,7 @@ class LowRankExchange(Exchange):
         world_size: int,
         make: MakeExchange,
     ) -> None:
+        self._name = message.name
         self._factors, _ = low_rank_layout(shapes, message.compressor.rank)
         self._world_size = world_size
         self._first_buffer = buffer.new_zeros(message.rounds[0].length)
@@ -69,8 +71,13 @@ class LowRankExchange(Exchange):
         self._first.start()
 
     def resume(self) -> None:
-        self._first.resume()
-        self._first.wait()
+        with profiled(self._name, "wait"):
+            self._first.resume()
+            self._first.wait()
+        with profiled(self._name, "launch"):
+            self._start_second()
+
+    def _start_second(self) -> None:
         for factor, values in zip(self._factors, self._values, strict=True):
             if factor.rank:
                 basis = self._first_of(factor)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_autosync.engine.codecs import make_codec
 from lightning_autosync.engine.codecs.casts import CastCodec
 from lightning_autosync.engine.exchanges.base import CodedRange, Exchange, new_residual
+from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, TwoLevelAllReduce
 
 
@@ -80,6 +81,7 @@ class AllToAllExchange(Exchange):
     ) -> None:
         self._group = group
         self._rank = rank
+        self._name = message.name
         self.residual = new_residual(message, buffer)
         tail_start = buffer.numel() - message.tail
         self._parts: list[list[CodedRange]] = [[] for _ in range(world_size)]
@@ -106,7 +108,14 @@ class AllToAllExchange(Exchange):
 
     def resume(self) -> None:
         assert self._work is not None
-        self._work.wait()
+        with profiled(self._name, "wait"):
+            self._work.wait()
+        with profiled(self._name, "reduce"):
+            self._sum_received()
+        self._work = self._exchange(self._contributions, self._received, self._sizes, self._own_blocks)
+        _watch(self._work, self._watcher)
+
+    def _sum_received(self) -> None:
         blocks = self._received.view(len(self._sizes), self._own)
         for sender, block in enumerate(blocks):
             if sender != self._rank:
@@ -114,8 +123,6 @@ class AllToAllExchange(Exchange):
         _pack(self._parts[self._rank], blocks[self._rank])
         # A clone, because the source is one of the rows that are written.
         blocks[:] = blocks[self._rank].clone()
-        self._work = self._exchange(self._contributions, self._received, self._sizes, self._own_blocks)
-        _watch(self._work, self._watcher)
 
     def watch(self, completed: Callable[[], None] | None) -> None:
         self._watcher = completed

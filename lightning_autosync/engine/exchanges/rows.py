@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_autosync.engine.exchanges.base import byte_view
 from lightning_autosync.engine.exchanges.trees import TreeSteps
+from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.transport import DOWN, UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, TreeTransfer
@@ -172,7 +173,8 @@ class RowTreeExchange(TreeSteps, RowExchange):
         if outside:
             raise ExchangeError(f"rank {peer} sent rows outside of [{path.first_row}, {path.last_row})")
         if frame.phase == DOWN:
-            self._send_down(path, rows, wire)
+            with profiled(self._name, "broadcast"):
+                self._send_down(path, rows, wire)
         else:
             path.contributions[peer] = wire
             self._send_up_if_complete(path)
@@ -193,14 +195,16 @@ class RowTreeExchange(TreeSteps, RowExchange):
         if path.own is None or len(path.contributions) < len(children):
             return
         parts = [Rows.unpacked(path.contributions[child], self._width, self._dtype) for child in children]
-        total = add_rows([path.own, *parts])
+        with profiled(self._name, "reduce"):
+            total = add_rows([path.own, *parts])
         path.own = None
         path.contributions.clear()
         path.gathering += 1
         wire = total.packed()
         parent = path.transfer.reduce.parents[self._rank]
         if parent < 0:
-            self._send_down(path, total, wire)
+            with profiled(self._name, "broadcast"):
+                self._send_down(path, total, wire)
         else:
             self._send(parent, (path.number, 0, UP), byte_view(wire))
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from lightning_autosync.engine.collectives import gather_json, require_success
 from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.engine.exchanges.base import Exchange
+from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.waiting import explained, wait_for_ranks
 from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost, PlanError
 from lightning_autosync.plan.schedule import Message, SharedMemoryReduce
@@ -75,7 +76,7 @@ class SharedMemoryExchange(Exchange):
         self.result = result
         self._filled, self._summed = 2 * message.index, 2 * message.index + 1
         self._signals = memory.signals
-        self._what = f"message '{message.name}'"
+        self._name, self._what = message.name, f"message '{message.name}'"
         self._timeout = timeout
         self._step = 0
         length = max(1, CHUNK // buffers[0].itemsize)
@@ -90,7 +91,13 @@ class SharedMemoryExchange(Exchange):
         self._signals.send(self._filled, self._step)
 
     def resume(self) -> None:
-        self._signals.wait(self._filled, self._step, self._what, self._timeout)
+        with profiled(self._name, "wait"):
+            self._signals.wait(self._filled, self._step, self._what, self._timeout)
+        with profiled(self._name, "reduce"):
+            self._reduce()
+        self._signals.send(self._summed, self._step)
+
+    def _reduce(self) -> None:
         for total, first, *others in self._chunks:
             if not others:
                 total.copy_(first)
@@ -99,7 +106,6 @@ class SharedMemoryExchange(Exchange):
             torch.add(first, others[0], out=total)
             for other in others[1:]:
                 total.add_(other)
-        self._signals.send(self._summed, self._step)
 
     def wait(self) -> None:
         self._signals.wait(self._summed, self._step, self._what, self._timeout)

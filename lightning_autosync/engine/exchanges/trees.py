@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_autosync.engine.exchanges.base import CodedRange, Completion, Exchange, byte_view, new_residual
+from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.transport import DOWN, UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
@@ -34,6 +35,7 @@ class TreeSteps:
         self._transport = transport
         self._channel = channel
         self._priority = message.priority
+        self._name = message.name
         self._step = 0
         self._open = 0
         self._completion = Completion(f"message '{message.name}'", timeout)
@@ -213,8 +215,9 @@ class TreeExchange(TreeSteps, Exchange):
     def arrived(self, peer: int, frame: Frame) -> None:
         piece = self._piece(peer, frame)
         if frame.phase == DOWN:
-            piece.coded.decode()
-            self._send_down(piece)
+            with profiled(self._name, "broadcast"):
+                piece.coded.decode()
+                self._send_down(piece)
             return
         piece.missing -= 1
         # Children that are a step ahead send before this rank has begun the step. `_begin` then sends their sum up.
@@ -229,10 +232,12 @@ class TreeExchange(TreeSteps, Exchange):
 
     def _send_up(self, piece: _Piece) -> None:
         """Sum the contributions of this rank and its children, and send the sum to the parent."""
-        piece.reduce()
+        with profiled(self._name, "reduce"):
+            piece.reduce()
         path = piece.path
         if path.up_parent is None:
-            self._send_down(piece)
+            with profiled(self._name, "broadcast"):
+                self._send_down(piece)
         else:
             self._send(path.up_parent, (path.number, piece.number, UP), piece.wire, piece.along)
 

@@ -182,12 +182,13 @@ class ParameterServer(Synchronizer):
         if optimizer is not self._optimizer:
             raise PlanError("optimizer: a parameter server can step only the optimizer that it was created with")
         self._samples += samples
-        if self._node is None:
-            early = self.overlap.pushed if self.overlap else ()
-            rest = [shard for shard in self._shards.values() if shard.index not in early]
-            self._exchange(self._model.gradients(rest), 1, ())
-        else:
-            self._node.step(self._model.gradients(self._shards.values()), self._exchange)
+        with self._waiting("servers"):
+            if self._node is None:
+                early = self.overlap.pushed if self.overlap else ()
+                rest = [shard for shard in self._shards.values() if shard.index not in early]
+                self._exchange(self._model.gradients(rest), 1, ())
+            else:
+                self._node.step(self._model.gradients(self._shards.values()), self._exchange)
         self._clear_step()
         # Learning-rate schedulers warn unless the local optimizer has stepped. Here the servers' optimizers step.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]

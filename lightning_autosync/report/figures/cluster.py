@@ -187,10 +187,12 @@ def _draw_graph(cluster: ClusterSpec, graph: Any, traffic: Traffic) -> Any:
         axes.plot([a[0], b[0]], [a[1], b[1]], color=RED if RED in colors else BLUE, linewidth=width, zorder=1)
         assert link.bandwidth is not None
         assert link.reverse_bandwidth is not None
-        text = f"{link.a} > {link.b}: {traffic.label(link.a, link.b, link.bandwidth)}\n"
-        text += f"{link.b} > {link.a}: {traffic.label(link.b, link.a, link.reverse_bandwidth)}\n"
+        directions = (link.a, link.b, link.bandwidth), (link.b, link.a, link.reverse_bandwidth)
+        text = "\n".join(
+            f"{source} > {target}: {traffic.label(source, target, rate)} of {rate_text(rate)}"
+            for source, target, rate in directions
+        )
         box = {"boxstyle": "round,pad=0.25", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.9}
-        text += rate_text(link.bandwidth)
         x, y = (a + b) / 2
         axes.text(x, y, text, ha="center", va="center", fontsize=8.5, bbox=box)
     for name, (x, y) in places.items():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import short_labels
 from lightning_autosync.hybrid.describe import alike_layers
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan, Signature
 from lightning_autosync.report.figures.picture import (
@@ -40,12 +41,14 @@ WORDS: dict[Signature, str] = {
 }
 _MOST_RANKS = 64
 _MOST_LAYERS = 40
+_MOST_CHARACTERS = 34
 
 
 @styled
 def mesh_picture(plan: HybridPlan, cluster: ClusterSpec | None) -> Picture:
     """Left: the ranks at their places in the mesh, coloured by node. Right: the layers, coloured by signature."""
-    rows = alike_layers(plan.layers)[:_MOST_LAYERS]
+    layers = alike_layers(plan.layers)
+    rows = layers[:_MOST_LAYERS]
     figure = new_figure(max(2.2, 1.1 + 0.3 * len(rows)))
     left, right = figure.subplots(1, 2, width_ratios=[1.0, 1.4 + 0.3 * len(plan.mesh)])
     if plan.world_size <= _MOST_RANKS:
@@ -54,6 +57,7 @@ def mesh_picture(plan: HybridPlan, cluster: ClusterSpec | None) -> Picture:
         left.text(0.5, 0.5, f"{plan.world_size} ranks", ha="center", va="center", color=MUTED)
         left.set_axis_off()
     _draw_layers(right, plan, rows)
+    right.set_title("layers" if rows == layers else f"the first {len(rows)} of {len(layers)} rows of layers")
     shape = " x ".join(map(str, plan.mesh))
     names = sorted({name for layer in plan.layers for name in layer.signature})
     words = f"A mesh of {shape} ranks, and how {len(plan.layers)} layers are split: {', '.join(names)}."
@@ -96,18 +100,13 @@ def _draw_layers(axes: Axes, plan: HybridPlan, rows: Sequence[tuple[str, LayerPl
             axes.barh(row, 0.94, left=dimension - 0.47, height=0.84, color=COLOURS[name], alpha=0.55, label=label)
             output = "" if layer.output is None else f" > {layer.output[dimension]}"
             axes.text(dimension, row, f"{name}{output}", ha="center", va="center", fontsize=8, color=INK)
-    axes.set_yticks(range(len(rows)), [_short(paths or "(root)") for paths, _ in rows])
+    axes.set_yticks(range(len(rows)), short_labels([paths or "(root)" for paths, _ in rows], _MOST_CHARACTERS))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xticks(range(len(plan.mesh)), [f"dimension {k} ({size})" for k, size in enumerate(plan.mesh)])
     axes.set_xlim(-0.5, len(plan.mesh) - 0.5)
     axes.tick_params(length=0)
     axes.grid(False)
-    axes.set_title("layers")
     axes.figure.legend(loc="outside lower center", ncols=3)
-
-
-def _short(name: str, most: int = 34) -> str:
-    return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 @styled

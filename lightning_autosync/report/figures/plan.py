@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from lightning_autosync.documents import counted, short_labels
 from lightning_autosync.plan import (
     AllToAll,
     Group,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 48
 """Largest number of messages in the picture; the largest messages are drawn."""
+MOST_CHARACTERS = 28
+"""Longest name of a message in pictures, if numbers and differences do not need more."""
 _MOST_RANKS_WITH_NUMBERS = 16
 _FEW = 16
 """Largest number of messages for which rows have the full height."""
@@ -77,7 +80,9 @@ def plan_picture(plan: SyncPlan, schedule: Schedule, workload: Workload) -> Pict
     _draw_reducers(right, schedule, shown)
     figure.legend(loc="outside upper left", ncols=3, handlelength=2.2)
     methods = sorted({method_of(group) for group in plan.groups})
-    words = f"{len(plan.groups)} messages over backward's order of gradients, sent by {', '.join(methods)}"
+    if len(shown) < len(plan.groups):
+        left.set_title(f"the {len(shown)} largest of {len(plan.groups)} messages")
+    words = f"{counted(len(plan.groups), 'message')} over backward's order of gradients, sent by {', '.join(methods)}"
     return Picture("messages", figure, f"{words}; beside each, the share that every rank reduces.", tooltips)
 
 
@@ -105,7 +110,7 @@ def _draw_messages(axes: Axes, plan: SyncPlan, workload: Workload, shown: Sequen
             f"{name}, {workload.variable(name).bytes / 1e6:.3f} MB, in {group.name}: {method_of(group)}"
             for name in group.variables
         ]
-    axes.set_yticks(range(len(shown)), [_short(plan.groups[index].name) for index in shown])
+    axes.set_yticks(range(len(shown)), short_labels([plan.groups[index].name for index in shown], MOST_CHARACTERS))
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, ends[-1] if ends and ends[-1] else 1)
     axes.set_xlabel("MB of gradients, in the order in which backward makes them")
@@ -135,7 +140,3 @@ def _draw_reducers(axes: Axes, schedule: Schedule, shown: Sequence[int]) -> None
     axes.tick_params(left=False)
     axes.grid(False)
     axes.spines["left"].set_visible(False)
-
-
-def _short(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-most // 2 :]}"

@@ -294,7 +294,7 @@ def contenders_picture(final: FinalComparison, bound: float | None) -> Picture:
 
 @styled
 def importance_picture(importance: Importance) -> Picture:
-    """One bar per parameter, the most important first."""
+    """One bar for each choice in the space of plans, the most important first."""
     shown = importance.shown
     figure = new_figure(0.9 + 0.29 * len(shown), width=7.2)
     axes = figure.add_subplot()
@@ -302,9 +302,9 @@ def importance_picture(importance: Importance) -> Picture:
     for row, (_, share) in enumerate(shown):
         axes.annotate(f"{share:.0%}", (100 * share, row), (5, 0), textcoords="offset points", va="center", fontsize=9)
     _label_rows(axes, [name for name, _ in shown], margin=0.12)
-    axes.set_xlabel("% of the importance of all parameters")
+    axes.set_xlabel("% of the importance of all choices")
     words = ", ".join(f"{name} {share:.0%}" for name, share in shown[:5])
-    return Picture("importance", figure, f"Importance of parameters, the largest first: {words}.")
+    return Picture("importance", figure, f"Importance of choices, the largest first: {words}.")
 
 
 def _label_rows(axes: Axes, names: Sequence[str], margin: float) -> None:

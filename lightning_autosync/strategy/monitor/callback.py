@@ -23,17 +23,26 @@ class MonitorMixin:
 
     - ``autosync/step_time``: seconds from the end of one synchronization to the end of the next (median). Ranks
       synchronize together, so it is the same on all of them.
-    - ``autosync/wait``: seconds of a step in which the rank waited for gradients after its backward pass (median).
+    - ``autosync/wait``: seconds of a step in which the rank waited for gradients after its backward pass (median), with
+      ``overlap="step"`` also in the next forward pass.
     - ``autosync/bytes``: bytes that the rank sent in a step by its plan, without headers. A native all-reduce counts
       as a ring. Left out if only touched rows of a table travel, because their number is unknown.
-    - ``autosync/overlap``: share of the time of communication that was hidden behind the backward pass (median).
+    - ``autosync/overlap``: share of the time of communication in which the rank did not wait (median), because it was
+      hidden behind computation.
     - ``autosync/share_of_bound``: least possible step time of any exact plan on these links with this computation,
       divided by the step time. Left out if the rates of links are unknown, or the plan is not exact.
     - ``autosync/plan_changes``: number of times that the job has taken another plan.
+    - ``autosync/overlapped_steps``: with ``overlap="step"``, share of the steps whose backward pass ended without a
+      wait.
+    - ``autosync/batch_share``: with batch shares, share of a global batch that the rank computes.
+
+    Of relaxed plans there are the first three, as means over the rank's own steps, without meetings of all ranks:
+    seconds from the end of one step to the end of the next, seconds in which it waited for averages or servers, and
+    bytes that its process handed to the kernel.
 
     At the end of training, the fingerprint of the plan is logged as the hyperparameter ``autosync_plan``. The callback
-    makes no collective calls. Other strategies than ``autosync``, relaxed plans, split models and models on
-    accelerators have none of these metrics: one warning says so.
+    makes no collective calls. Other strategies than ``autosync``, split models, and models on accelerators under a plan
+    that is not relaxed have none of these metrics: one warning says so.
 
     Args:
         every_n_steps: number of optimizer steps between two entries. Default: 50.
@@ -62,8 +71,8 @@ class MonitorMixin:
         if measure is not None and measure():
             return True
         rank_zero_warn(
-            f"SyncMonitor logs nothing under {type(strategy).__name__} here: it needs strategy 'autosync' with a plan "
-            "that synchronizes gradients in every step, and a model on the CPU that is not split"
+            f"SyncMonitor logs nothing under {type(strategy).__name__} here: it needs strategy 'autosync', and a model "
+            "that is not split; with a plan that synchronizes gradients in every step also a model on the CPU"
         )
         return False
 
@@ -82,7 +91,9 @@ class MonitorMixin:
         if not self._active:
             return
         self._active = False
+        report = trainer.strategy.report()  # None under relaxed plans; otherwise a candidate may be in use for a moment
+        plan = trainer.strategy.plan.fingerprint if report is None else report.plan
         # At the end only, because some loggers refuse to change a hyperparameter.
         for logger in trainer.loggers:
-            logger.log_hyperparams({PLAN: trainer.strategy.report().plan})
+            logger.log_hyperparams({PLAN: plan})
             logger.save()

@@ -24,7 +24,7 @@ from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.preparation import Preparation, prepare, remember
 from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
-from lightning_autosync.strategy.tuning.report import TrialReport, TuningReport
+from lightning_autosync.strategy.tuning.report import MeasuredSteps, TrialReport, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
 
 TRIAL_CONNECT_TIMEOUT = 10.0
@@ -189,7 +189,7 @@ class JobTuning:
             engine: the engine in use.
         """
         if self._meter is None:
-            self._meter = StepMeter(dist.get_rank(self._group))
+            self._meter = StepMeter(dist.get_rank(self._group), overlaps=self._settings.overlap is not None)
             if self._tuner is None:
                 self._record(engine)
 
@@ -253,7 +253,15 @@ class JobTuning:
             tuning=self._ended if tuner is None else tuner.state,
             resolution=found,
             constants=self._constants,
+            measured=self._measured(),
         )
+
+    def _measured(self) -> MeasuredSteps | None:
+        """What `step_figures` told so far, with a typical step; None if steps were not measured."""
+        meter = self._meter
+        if meter is None or meter.typical is None or not meter.history:
+            return None
+        return MeasuredSteps(meter.rank, tuple(meter.history), *meter.typical)
 
     @property
     def _constants(self) -> Constants:

@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.plan import Schedule
 from lightning_autosync.replay import Constants
 
 if TYPE_CHECKING:
     from lightning_autosync.strategy.resolution import Resolution
+    from lightning_autosync.strategy.tuning.step_meter import StepFigures
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,23 @@ class TrialReport:
 
 
 @dataclass(frozen=True)
+class MeasuredSteps:
+    """Steps that a job measured, because `SyncMonitor` or another caller of `step_figures` asked for their times.
+
+    Attributes:
+        rank: the rank that measured them.
+        history: number of steps so far, and figures of the steps since the entry before.
+        trace: times of a typical step.
+        schedule: the schedule by which it was synchronized.
+    """
+
+    rank: int
+    history: Sequence[tuple[int, StepFigures]]
+    trace: StepTrace
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
 class TuningReport:
     """How a job synchronizes, and why.
 
@@ -56,6 +76,7 @@ class TuningReport:
         tuning: state of the tuning in words.
         resolution: the plan with its workload and cluster, for pages.
         constants: costs of the hosts, for predictions on pages.
+        measured: measured steps, for pages; None if no steps were measured.
     """
 
     plan: str
@@ -66,9 +87,10 @@ class TuningReport:
     tuning: str
     resolution: Resolution = field(repr=False, compare=False)
     constants: Constants = field(repr=False, compare=False)
+    measured: MeasuredSteps | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, without ``resolution`` and ``constants``."""
+        """The report as plain data, without ``resolution``, ``constants`` and ``measured``."""
         return {
             "plan": self.plan,
             "reason": self.reason,
@@ -79,7 +101,7 @@ class TuningReport:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as an HTML page, with pictures of the plan, the links and the predicted step.
+        """Write the report as an HTML page, with pictures of the plan, the links, and measured and predicted steps.
 
         Raises:
             UnwritableError: the file cannot be written.

@@ -16,7 +16,8 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import builders
 from lightning_autosync.replay import Constants, MessageSpan, Span, Timeline
 from lightning_autosync.report.predict import predict
-from lightning_autosync.report.timeline import draw_timelines, write_trace
+from lightning_autosync.report.timeline import draw_timelines, timelines_figure, write_trace
+from lightning_autosync.report.timeline_rows import MOST_ROWS, timeline_rows
 from lightning_autosync.workload import Variable, Workload
 
 TIMELINE = Timeline(
@@ -31,6 +32,30 @@ TIMELINE = Timeline(
 def test_two_timelines_make_one_picture(tmp_path: Path, name: str, magic: bytes) -> None:
     draw_timelines({"predicted": TIMELINE, "measured": TIMELINE}, tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(magic)
+
+
+def labels_of(names: list[str]) -> list[str]:
+    spans = tuple(MessageSpan(name, 1.5, 2.5, 1.0) for name in names)
+    figure = timelines_figure({"predicted": replace(TIMELINE, messages=spans)}, width=8)
+    return [label.get_text() for label in figure.axes[1].get_yticklabels()]
+
+
+def test_up_to_a_hundred_messages_have_a_row_each() -> None:
+    names = [f"layer{number}" for number in range(MOST_ROWS)]
+    assert labels_of(names) == names
+
+
+def test_more_messages_share_the_row_of_their_layer_and_none_is_left_out() -> None:
+    names = [f"encoder.{layer}.{part}" for layer in range(60) for part in ("attention", "output")]
+    assert labels_of([*names, "head"]) == [*(f"encoder.{layer} (2)" for layer in range(60)), "head"]
+    assert labels_of([f"bucket{number}" for number in range(150)])[-1] == "bucket148 to bucket149 (2)"
+
+
+@pytest.mark.parametrize(("count", "most"), [(9, 4), (7, 3), (100, 7), (5, 1)])
+def test_rows_have_every_message_once(count: int, most: int) -> None:
+    rows = timeline_rows([f"m{number}" for number in range(count)], most)
+    assert len(rows) <= most
+    assert [index for _, members in rows for index in members] == list(range(count))
 
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def trace(
     origin: float = 0.0,
 ) -> StepTrace:
     started, completed = tuple(start for start, _ in spans), tuple(stop for _, stop in spans)
-    return StepTrace(forward, backward, end, end, started, started, completed, origin)
+    return StepTrace(forward, backward, end, end, started, started, completed, origin, waits=((backward, end),))
 
 
 def resolution(cluster: ClusterSpec = PAIR, builder: str = "all_reduce") -> Resolution:
@@ -138,3 +138,41 @@ def test_share_of_bound_is_the_least_step_time_over_the_measured_one() -> None:
 def test_share_of_bound_is_unknown_without_rates() -> None:
     unknown = ClusterSpec.uniform(2)
     assert figures(trace(), found=resolution(unknown)).share_of_bound is None
+
+
+def overlapped(*waits: tuple[float, float], end: float = 1.0) -> StepTrace:
+    """A step whose message leaves at 0.3, at the end of the backward pass, and comes at 0.7, in the next forward."""
+    return StepTrace(0.1, 0.3, 0.7, end, (0.2,), (0.3,), (0.7,), waits=waits, overlapped=True)
+
+
+def test_a_step_that_overlaps_waits_only_where_its_forward_pass_needs_gradients() -> None:
+    assert overlap(overlapped()) == 1.0
+    assert overlap(overlapped((0.3, 0.4), (0.6, 0.9))) == pytest.approx(0.5)
+    meter, found = StepMeter(0, overlaps=True), resolution()
+    meter.add(overlapped((0.3, 0.4), (0.6, 0.7)), schedule_of(found))
+    meter.add(trace(), schedule_of(found))
+    taken = meter.take(found, FREE, 0)
+    assert taken is not None
+    assert taken.overlapped_steps == 0.5
+    assert taken.wait == pytest.approx(0.2)
+    assert figures(trace()).overlapped_steps is None
+
+
+@pytest.mark.parametrize(("waited", "least"), [(0.1, 0.6), (0.69, 8 * SENT / 1e9)])
+def test_the_bound_of_steps_that_overlap_is_computation_or_communication(waited: float, least: float) -> None:
+    found = figures(overlapped((0.0, waited)))
+    assert found.step_time == pytest.approx(0.7)
+    assert found.share_of_bound == pytest.approx(least / 0.7, rel=0.02)
+
+
+def test_the_page_gets_a_step_of_usual_length_and_all_figures() -> None:
+    meter, found = StepMeter(0), resolution()
+    assert meter.typical is None
+    origin = 0.0
+    for end in (0.5, 0.5, 9.0):
+        meter.add(trace(end=end, origin=origin), schedule_of(found))
+        origin += end
+        meter.take(found, FREE, 0)
+    assert meter.typical is not None
+    assert meter.typical[0].synchronized == 0.5
+    assert [steps for steps, _ in meter.history] == [1, 2, 3]

@@ -1,0 +1,62 @@
+"""A recorder notes each wait of the main thread once, and ranges of profilers cost nothing without a profiler."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+
+from lightning_autosync.engine import profiling, tracing
+from lightning_autosync.engine.profiling import profiled
+from lightning_autosync.engine.tracing import Recorder
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """A recorder whose clock goes on by a second at each look."""
+    seconds = iter(range(100))
+    monkeypatch.setattr(tracing.time, "perf_counter", lambda: float(next(seconds)))
+    return Recorder(1)
+
+
+def test_a_wait_within_a_wait_counts_once(recorder: Recorder) -> None:
+    recorder.begin_wait()
+    recorder.begin_wait()
+    recorder.end_wait()
+    recorder.end_wait()
+    recorder.begin_wait()
+    recorder.end_wait()
+    trace = recorder.end()
+    assert trace.waits == ((1.0, 2.0), (3.0, 4.0))
+    assert trace.wait == 2.0
+
+
+def test_a_step_may_end_within_a_wait(recorder: Recorder) -> None:
+    recorder.begin_wait()
+    recorder.overlap()
+    trace = recorder.end()
+    assert (trace.waits, trace.overlapped) == (((1.0, 2.0),), True)
+    recorder.begin()
+    recorder.end_wait()
+    trace = recorder.end()
+    assert (trace.waits, trace.overlapped) == ((), False)
+
+
+def test_without_a_profiler_there_is_one_context_for_all_work() -> None:
+    assert profiled("one", "pack") is profiled("other", "wait")
+
+
+def test_pytorchs_profiler_shows_the_name_of_the_work() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found, profiled("bucket0", "pack"):
+        torch.ones(2).sum()
+    assert "autosync/bucket0/pack" in {event.name for event in found.events()}
+
+
+def test_under_nsight_work_is_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvtx = Mock()
+    monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
+    monkeypatch.setattr(profiling, "_UNDER_NSIGHT", True)
+    with pytest.raises(ValueError, match="within"), profiled("{bucket}", "wait"):
+        raise ValueError("within")
+    assert nvtx.mock_calls == [call.range_push("autosync/{bucket}/wait"), call.range_pop()]
