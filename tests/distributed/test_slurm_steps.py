@@ -22,6 +22,7 @@ from lightning_autosync.training.settings import TrainingSettings
 
 HERE = Path(__file__).parent
 PARAMETERS = {"slurm_overcommit": True}  # two ranks fit where there is one core
+SMALL = ["model=flat", "model.mib=1", "ddp=short", "rounds=2", "warm_up=1"]
 AUTOSYNC = [sys.executable, "-m", "lightning_autosync.cli"]
 
 
@@ -85,17 +86,15 @@ def test_a_probe_in_a_batch_job(tmp_path: Path) -> None:
 
 
 def test_a_bench_in_a_batch_job(tmp_path: Path) -> None:
-    words = ["model=flat", "ranks=2", "rounds=2", "steps=2", "warm_up=1", "contenders=native", "ddp=quick"]
-    directory = batch(tmp_path, "bench", *words)
+    directory = batch(tmp_path, "bench", *SMALL, "ranks=2", "contenders=native", "steps=2")
     result = json.loads((directory / "result.json").read_text())
     assert len(result["conditions"]["machines"]) == 1
 
 
 def test_a_search_on_nodes_that_are_requested(tmp_path: Path) -> None:
-    words = [
-        "tune", "launch=slurm", "+launch.parameters.slurm_overcommit=true", "model=flat", "ranks=2", "search.budget=3",
-        "rounds=1", "ddp=quick", f"hydra.run.dir={tmp_path}/run",
-    ]  # fmt: skip
+    overcommit = "+launch.parameters.slurm_overcommit=true"
+    trials = ["search=random", "search.budget=3", "trial.min_steps=2", "trial.max_steps=4", "finalists=1"]
+    words = ["tune", "launch=slurm", overcommit, *SMALL, "ranks=2", *trials, f"hydra.run.dir={tmp_path}/run"]
     done = subprocess.run([*AUTOSYNC, *words], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "Granted job allocation" in done.stderr
