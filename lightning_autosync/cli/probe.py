@@ -13,7 +13,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import RESULT
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.launches.launch import require_torchrun
-from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.launches.settings import TorchrunSettings
 from lightning_autosync.measure.probe.job import probe_ranks
 from lightning_autosync.measure.probe.settings import ProbeDocument, ProbeSettings
 from lightning_autosync.measure.probe.table import link_rows, links_table, nodes_table, pairs_table
@@ -30,13 +30,13 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
         AutoSyncError: a setting is wrong, links cannot be emulated here, or a rank failed.
     """
     settings = ProbeSettings.parse(configuration)
-    if isinstance(settings.launch, LaunchSettings):
-        answer = run_probe(settings)
-    else:
+    if isinstance(settings.launch, TorchrunSettings):
         found = _within_job(settings)
         if found is None:
             return
         answer = found
+    else:
+        answer = run_probe(settings)
     truth = settings.emulated_cluster()
     cluster = ClusterSpec.from_dict(answer["cluster"], source="probe")
     result = ProbeDocument(**answer, settings=settings.model_dump(mode="json"), links=tuple(link_rows(cluster, truth)))
@@ -57,11 +57,11 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
 
 def run_probe(settings: ProbeSettings) -> dict[str, Any]:
     """Start the ranks, probe, and end them; returns the result of :func:`probe_ranks`."""
-    assert isinstance(settings.launch, LaunchSettings)
+    assert not isinstance(settings.launch, TorchrunSettings)
     where = settings.named_cluster()
     with (
         settings.launch.open(where) as launch,
-        WorkerPool(where.world_size if where else settings.ranks, launch, timeout=settings.timeout) as pool,
+        WorkerPool(launch.world_size or settings.ranks, launch, timeout=settings.timeout) as pool,
     ):
         answer: dict[str, Any] = pool.run(probe_ranks, **_arguments(settings))[0]
     return answer
@@ -87,5 +87,5 @@ def _arguments(settings: ProbeSettings) -> dict[str, Any]:
     # Addresses of emulated or loopback links are useless for later jobs.
     return {
         **{name: getattr(settings, name) for name in fields},
-        "addresses": settings.launch.kind in ("ssh", "torchrun"),
+        "addresses": settings.launch.kind in ("ssh", "slurm", "torchrun"),
     }

@@ -17,7 +17,7 @@ from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.conditions import LoadMeter, machine
 from lightning_autosync.measure.emulation.check import LinkCheck, measured_links
 from lightning_autosync.measure.launches.launch import Launch
-from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.launches.settings import StartedLaunch
 from lightning_autosync.measure.step_time import Steps
 from lightning_autosync.measure.workers import InputError, LaunchError, WorkerError, WorkerPool
 from lightning_autosync.measure.workers.job_pool import JobPool, JobRank
@@ -78,7 +78,7 @@ class MeasurementSession:
     def __init__(
         self,
         cluster: ClusterSpec,
-        launch: LaunchSettings,
+        launch: StartedLaunch,
         timeout: float,
         scheduling: Scheduling = "batch",
         within_job: bool = False,
@@ -210,8 +210,8 @@ class MeasurementSession:
 
     @cached_property
     def _is_here(self) -> bool:
-        # Over ssh, workers are not children of this process even on this machine, so their load cannot be subtracted.
-        return self._launch_settings.kind != "ssh" and self.machines == [machine()]
+        # By ssh or srun, workers are not children of this process even on this machine, so that their load is unknown.
+        return self._launch_settings.kind not in ("ssh", "slurm") and self.machines == [machine()]
 
     def _start(self) -> Pool:
         if self._job is not None:

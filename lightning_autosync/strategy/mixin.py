@@ -230,7 +230,7 @@ class AutoSyncMixin(_Base):
         assert self.model is not None
         self._close()
         self._replica = None
-        place = self.num_nodes, self.num_processes, self.global_rank
+        place = *self._job_shape(), self.global_rank
         replica = self._replica_class.for_trainer(self.model, self._settings, *place, self._job)
         self._replica, self._job = replica, None
         if self._shares is not None and isinstance(replica, ExactReplica):
@@ -239,6 +239,10 @@ class AutoSyncMixin(_Base):
         if replica.detects_failures:
             self._close_failure_detector()
         self.model = SynchronizedModule(self.model, replica)
+
+    def _job_shape(self) -> tuple[int, int]:
+        """The number of nodes in the job, and of ranks per node; called by all ranks together."""
+        return self.num_nodes, self.num_processes
 
     def setup_optimizers(self, trainer: Any) -> None:
         with nullcontext() if self._replica is None else self._replica.estimating_steps():

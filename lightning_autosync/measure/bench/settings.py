@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.documents import Count, Record
-from lightning_autosync.measure.launches.settings import ClusterSettings, LaunchSettings, needs_cluster
+from lightning_autosync.measure.launches.settings import ClusterSettings, LaunchSettings, StartedLaunch, needs_cluster
 from lightning_autosync.measure.models.recipes import AnyModel, Embeddings, with_arguments
 
 BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
@@ -136,7 +136,7 @@ class BenchSettings(ClusterSettings):
     """
 
     model: AnyModel
-    launch: LaunchSettings = LaunchSettings()
+    launch: StartedLaunch = LaunchSettings()
     ranks: PositiveInt | None = None
     scheduling: Literal["none", "batch"] = "batch"
     warm_up: PositiveInt = LEAST_WARM_UP

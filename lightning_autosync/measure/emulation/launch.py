@@ -51,6 +51,8 @@ class EmulatedLaunch:
         ClusterError: the rates of the cluster are unknown.
     """
 
+    parting = 0.0
+
     def __init__(self, cluster: ClusterSpec) -> None:
         netns.require_namespaces()
         netns.remove_stale(_held)

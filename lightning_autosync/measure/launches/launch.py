@@ -23,6 +23,8 @@ class Launch(Protocol):
     Attributes:
         address: address at which other ranks reach rank 0.
         world_size: required number of ranks; None for any number.
+        parting: seconds in which a command must end after SIGTERM, because it has a worker elsewhere to end. 0 if
+            workers end with their commands however these end, so that they are killed at once.
     """
 
     @property
@@ -30,6 +32,9 @@ class Launch(Protocol):
 
     @property
     def world_size(self) -> int | None: ...
+
+    @property
+    def parting(self) -> float: ...
 
     def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
         """The command and the environment to use on this machine, so that ``command`` runs where ``rank`` runs.
@@ -49,6 +54,7 @@ class LocalLaunch:
 
     address = "127.0.0.1"
     world_size = None
+    parting = 0.0
 
     def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
         return list(command), {**os.environ, **variables}
@@ -79,6 +85,8 @@ class SshLaunch:
         ClusterError: a node has no address.
         LaunchError: the command is not installed.
     """
+
+    parting = 0.0
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from lightning_autosync.documents import Configuration, Record
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.errors import LaunchError
+from lightning_autosync.measure.launches.allocation import SlurmLaunch, open_allocation
 from lightning_autosync.measure.launches.launch import SSH, Launch, LocalLaunch, SshLaunch
 
 
@@ -35,9 +36,9 @@ class LaunchSettings(Record):
     @classmethod
     def _refuse_jobs(cls, data: Any) -> Any:
         kind = data.get("kind") if isinstance(data, dict) else None
-        if kind in ("torchrun", "slurm"):
+        if kind == "torchrun":
             raise ValueError(
-                f"launch={kind}: this verb starts its workers itself; allowed: launch=local, emulated or ssh"
+                "launch=torchrun: this verb starts its workers itself; allowed: launch=local, emulated, ssh or slurm"
             )
         return data
 
@@ -72,16 +73,33 @@ class TorchrunSettings(Record):
 
 
 class SlurmSettings(Record):
-    """The ranks are tasks of a SLURM job: the current job if there is one, else a job that is submitted.
+    """The ranks run on nodes of SLURM.
+
+    A training runs as tasks of a job: the current job if srun started this process, else a job that is submitted. The
+    other verbs start workers in the job in which they run, or in one that they request.
 
     Attributes:
         parameters: parameters of submitit's executor, such as ``slurm_partition``, ``timeout_min``, ``gpus_per_node``.
-        wait: whether to wait until the job has ended.
+            The other verbs take those that are options of salloc too.
+        wait: whether a training waits until its job has ended.
     """
 
     kind: Literal["slurm"]
     parameters: dict[str, str | int | float | bool | list[str] | dict[str, Any]] = Field(default_factory=dict)
     wait: bool = True
+
+    @contextmanager
+    def open(self, cluster: ClusterSpec | None) -> Iterator[Launch]:
+        """The launch, open while the block runs; see `LaunchSettings.open`.
+
+        Args:
+            cluster: the cluster of the job; None to run a rank for each task of the nodes, whatever they are.
+        """
+        if not self.wait:
+            raise DocumentError("launch.wait: only train submits a job without waiting for it; allowed here: true")
+        shape = None if cluster is None else (len(cluster.nodes), max(node.devices for node in cluster.nodes))
+        with open_allocation(shape, self.parameters) as allocation:
+            yield SlurmLaunch(allocation, cluster)
 
 
 def needs_cluster(kind: str) -> str:
@@ -113,5 +131,8 @@ class ClusterSettings(Configuration):
         if self.cluster is None and changed:
             raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
 
+
+StartedLaunch = Annotated[LaunchSettings | SlurmSettings, Field(union_mode="left_to_right")]
+"""Launches of verbs that start their workers themselves."""
 
 AnyLaunch = Annotated[LaunchSettings | TorchrunSettings | SlurmSettings, Field(union_mode="left_to_right")]

@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Configuration, Duration, Index, Result, seconds_text
-from lightning_autosync.measure.launches.settings import LaunchSettings, TorchrunSettings, needs_cluster
+from lightning_autosync.measure.launches.settings import AnyLaunch, LaunchSettings, needs_cluster
 
 
 class ProbeSettings(Configuration):
@@ -16,7 +16,7 @@ class ProbeSettings(Configuration):
 
     Attributes:
         name: name of the cluster that is written.
-        launch: ``local``, ``emulated``, ``ssh`` or ``torchrun``.
+        launch: ``local``, ``emulated``, ``ssh``, ``slurm`` or ``torchrun``.
         cluster: cluster to emulate; with ``ssh`` the nodes, of which only addresses and devices are used.
         cluster_scale: factor on every rate of the cluster.
         ranks: number of ranks on this machine with ``launch=local``.
@@ -30,7 +30,7 @@ class ProbeSettings(Configuration):
     """
 
     name: str = "probed"
-    launch: LaunchSettings | TorchrunSettings = LaunchSettings()
+    launch: AnyLaunch = LaunchSettings()
     cluster: dict[str, Any] | None = None
     cluster_scale: PositiveFloat = 1.0
     ranks: PositiveInt = 2

@@ -89,7 +89,8 @@ class WorkerPool:
                     **(environment or {}),
                 }
                 started, surroundings = self.launch.command(rank, command, variables)
-                self._workers.append(WorkerProcess(rank, started, surroundings, echo=echo and rank == 0))
+                parting = self.launch.parting
+                self._workers.append(WorkerProcess(rank, started, surroundings, echo and rank == 0, parting))
             deadline = time.monotonic() + timeout
             self._port = self._exchange([0], {"action": "serve"}, deadline)[0]
             self._join(deadline)
@@ -260,6 +261,8 @@ class WorkerPool:
 def _end_all(workers: list[WorkerProcess], owner: int) -> None:
     if os.getpid() != owner:  # a forked copy of this process must not end its parent's workers
         return
+    for worker in workers:
+        worker.prepare_end()
     for worker in workers:
         worker.end()
 

@@ -79,10 +79,14 @@ class WorkerProcess:
     Args:
         environment: whole environment of the command.
         echo: whether to copy what the worker prints to this process's stderr.
+        parting: as in `Launch`.
     """
 
-    def __init__(self, rank: int, command: list[str], environment: Mapping[str, str], echo: bool = False) -> None:
+    def __init__(
+        self, rank: int, command: list[str], environment: Mapping[str, str], echo: bool = False, parting: float = 0.0
+    ) -> None:
         self.rank = rank
+        self._parting = parting
         self._buffer = b""
         self._process = subprocess.Popen(
             command,
@@ -164,11 +168,20 @@ class WorkerProcess:
             return f"killed by {signal.Signals(-status).name}"
         return f"exit status {status}"
 
+    def prepare_end(self) -> None:
+        """Send SIGTERM, if the command needs it to end a worker elsewhere; `end` then waits for that."""
+        if self._parting and not self._ended:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGTERM)
+
     def end(self) -> None:
         """Kill the process and its children, reap it, and close the pipes; may be called again."""
         if self._ended:
             return
         self._ended = True
+        if self._parting:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._parting)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         for stream in (self._process.stdin, self._process.stdout):

@@ -41,7 +41,7 @@ def composed(*overrides: str) -> BenchSettings:
         ({"model": {"kind": "paced", "catalogue": "vgg16", "scale": 0}}, "^model.scale: .*greater than 0"),
         ({"model": {"kind": "paced", "catalogue": "vgg16", "compute": "0 s"}}, "model: compute: must be above zero"),
         ({"model": {"kind": "paced", "workload_file": "missing.yaml"}}, "model: missing.yaml: cannot be read"),
-        ({"launch": {"kind": "slurm"}}, "launch=slurm: .*launch=local, emulated or ssh"),
+        ({"launch": {"kind": "torchrun"}}, "launch=torchrun: .*launch=local, emulated, ssh or slurm"),
         ({"launch": {"kind": "emulated"}}, "cluster: missing; launch=emulated needs one"),
         (
             {"launch": {"kind": "emulated"}, "cluster_fastest": "200 Mbit/s"},
