@@ -1,7 +1,11 @@
-"""Split the wide layer of a network over two ranks, the rest data parallel. ``python examples/split_operators.py``"""
+"""Split the wide layer of a network over two ranks, the rest data parallel.
+
+``python examples/split_operators.py [PLAN]``; with a file of another plan, train by that.
+"""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -23,19 +27,23 @@ layers:
 
 def main() -> None:
     L.seed_everything(0)
-    path = Path(tempfile.gettempdir()) / "digits_hybrid_plan.yaml"
-    path.write_text(PLAN)
+    if len(sys.argv) > 1:
+        path = Path(sys.argv[1])
+    else:
+        path = Path(tempfile.gettempdir()) / "digits_hybrid_plan.yaml"
+        path.write_text(PLAN)
+    plan = HybridPlan.load(path)
     trainer = L.Trainer(
         strategy=AutoDDLStrategy(plan=path),
         accelerator="cpu",
-        devices=2,
+        devices=plan.world_size,
         max_epochs=6,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
     if trainer.is_global_zero:
-        print(HybridPlan.load(path).describe())
+        print(plan.describe())
     trainer.fit(Digits(), *loaders())
     if trainer.is_global_zero:
         print(f"validation accuracy {float(trainer.callback_metrics['val_accuracy']):.3f}")

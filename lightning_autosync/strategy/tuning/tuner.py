@@ -25,7 +25,8 @@ class Candidate:
     Attributes:
         name: name for people, such as that of its builder.
         predicted: predicted seconds of a step.
-        always: whether it is tried whatever its prediction. DDP's plan is, so that training is never slower for long.
+        always: whether it is tried whatever its prediction. DDP's plan is, so that no plan is kept that was measured to
+            be slower than it.
     """
 
     name: str
