@@ -106,7 +106,7 @@ print(f"speedup over the best DDP {speedup.median:.2f} [{speedup.low:.2f}, {spee
 
 # %%
 trainer = {
-    "max_epochs": 4,
+    "max_epochs": 6,
     "accelerator": "cpu",
     "logger": False,
     "enable_checkpointing": False,

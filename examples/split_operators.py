@@ -1,6 +1,6 @@
 """Split the wide layer of a network over two ranks, the rest data parallel.
 
-``python examples/split_operators.py [PLAN]``; with a file of another plan, train by that.
+``python examples/split_operators.py``. With the file of a plan as argument, it trains `WideDigits` by that plan.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import lightning as L
-from digits import Digits, loaders
+from digits import Digits, WideDigits, loaders
 
 from lightning_autosync import AutoDDLStrategy, HybridPlan
 
@@ -28,9 +28,9 @@ layers:
 def main() -> None:
     L.seed_everything(0)
     if len(sys.argv) > 1:
-        path = Path(sys.argv[1])
+        model, path = WideDigits(), Path(sys.argv[1])
     else:
-        path = Path(tempfile.gettempdir()) / "digits_hybrid_plan.yaml"
+        model, path = Digits(), Path(tempfile.gettempdir()) / "digits_hybrid_plan.yaml"
         path.write_text(PLAN)
     plan = HybridPlan.load(path)
     trainer = L.Trainer(
@@ -44,7 +44,7 @@ def main() -> None:
     )
     if trainer.is_global_zero:
         print(plan.describe())
-    trainer.fit(Digits(), *loaders())
+    trainer.fit(model, *loaders())
     if trainer.is_global_zero:
         print(f"validation accuracy {float(trainer.callback_metrics['val_accuracy']):.3f}")
 
