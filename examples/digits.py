@@ -45,6 +45,16 @@ class Digits(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
 
 
+class WideDigits(Digits):
+    """The same task for wide layers: 9 MB of weights, which are large beside the activations of a batch."""
+
+    def __init__(self, learning_rate: float = 0.05) -> None:
+        super().__init__(learning_rate)
+        self.features = nn.Sequential(nn.Flatten(), nn.Linear(64, 2048), nn.ReLU())
+        self.fc = nn.Linear(2048, 1024)
+        self.head = nn.Linear(1024, 10)
+
+
 def loaders(batch_size: int = 32) -> tuple[DataLoader, DataLoader]:
     """Training and validation batches, in a fixed random split."""
     data = load_digits()
@@ -56,3 +66,17 @@ def loaders(batch_size: int = 32) -> tuple[DataLoader, DataLoader]:
         DataLoader(TensorDataset(images[training], labels[training]), batch_size, shuffle=True, drop_last=True),
         DataLoader(TensorDataset(images[held_out], labels[held_out]), batch_size),
     )
+
+
+class DigitsData(L.LightningDataModule):
+    """The same batches, for commands that import data by its name."""
+
+    def __init__(self, batch_size: int = 32) -> None:
+        super().__init__()
+        self._training, self._validation = loaders(batch_size)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._training
+
+    def val_dataloader(self) -> DataLoader:
+        return self._validation

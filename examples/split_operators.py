@@ -1,12 +1,16 @@
-"""Split the wide layer of a network over two ranks, the rest data parallel. ``python examples/split_operators.py``"""
+"""Split the wide layer of a network over two ranks, the rest data parallel.
+
+``python examples/split_operators.py``. With the file of a plan as argument, it trains `WideDigits` by that plan.
+"""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
 import lightning as L
-from digits import Digits, loaders
+from digits import Digits, WideDigits, loaders
 
 from lightning_autosync import AutoDDLStrategy, HybridPlan
 
@@ -23,20 +27,24 @@ layers:
 
 def main() -> None:
     L.seed_everything(0)
-    path = Path(tempfile.gettempdir()) / "digits_hybrid_plan.yaml"
-    path.write_text(PLAN)
+    if len(sys.argv) > 1:
+        model, path = WideDigits(), Path(sys.argv[1])
+    else:
+        model, path = Digits(), Path(tempfile.gettempdir()) / "digits_hybrid_plan.yaml"
+        path.write_text(PLAN)
+    plan = HybridPlan.load(path)
     trainer = L.Trainer(
         strategy=AutoDDLStrategy(plan=path),
         accelerator="cpu",
-        devices=2,
+        devices=plan.world_size,
         max_epochs=6,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
     if trainer.is_global_zero:
-        print(HybridPlan.load(path).describe())
-    trainer.fit(Digits(), *loaders())
+        print(plan.describe())
+    trainer.fit(model, *loaders())
     if trainer.is_global_zero:
         print(f"validation accuracy {float(trainer.callback_metrics['val_accuracy']):.3f}")
 

@@ -12,6 +12,16 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
+ACCURACY = r"validation accuracy (\d\.\d+)"
+
+
+def number(pattern: str, text: str) -> float:
+    """The number that a pattern finds."""
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return float(found[1])
+
+
 def run(name: str) -> str:
     done = forked.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -28,9 +38,32 @@ def run(name: str) -> str:
     ],
 )
 def test_example_trains(name: str) -> None:
-    accuracy = re.search(r"validation accuracy (0\.\d+)", run(name))
-    assert accuracy is not None
-    assert float(accuracy[1]) > 0.8
+    assert number(ACCURACY, run(name)) > 0.8
+
+
+@pytest.mark.slow
+def test_probed_links_lead_to_a_plan_that_is_measured_and_trained_with() -> None:
+    told = run("own_links")
+    assert number(r"speedup over the best DDP (\d+\.\d+)", told) > 0
+    assert re.search(r"\d+ ms of synchronization, \w+", told)
+    assert number(ACCURACY, told) > 0.8
+
+
+@pytest.mark.slow
+def test_a_split_plan_is_found_and_makes_the_gradients_of_ddp() -> None:
+    told = run("hybrid_search")
+    assert number(r"the best plan: +(\d+\.\d+) ms", told) < number(r"data parallel: +(\d+\.\d+) ms", told)
+    assert number(r"gradients of the split step differ from DDP's by (\S+)", told) < 1e-4
+    assert number(ACCURACY, told) > 0.8
+
+
+@pytest.mark.slow
+def test_a_slow_worker_makes_fewer_steps_under_partial_reduce() -> None:
+    told = run("slow_worker")
+    shares = re.findall(r"per second; ([\d.]+)% of them by the slow worker", told)
+    assert shares[0] == "25.0"
+    assert float(shares[1]) < 24
+    assert [float(accuracy) > 0.8 for accuracy in re.findall(ACCURACY, told)] == [True, True]
 
 
 @pytest.mark.slow

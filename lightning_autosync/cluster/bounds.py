@@ -26,11 +26,11 @@ from lightning_autosync.errors import ClusterError
 
 @dataclass(frozen=True)
 class Limit:
-    """A bound on how fast a cluster can synchronize, whatever the routes.
+    """A bound on how fast sums along trees of ranks can synchronize a cluster, whatever the routes.
 
     Attributes:
         cuts: cuts that bound the rate, the slowest first; empty for one rank.
-        exact: whether trees over all routes reach the bound; otherwise it is a *cut bound*, and the best method may be
+        exact: whether trees over all routes reach the bound; otherwise it is a *cut bound*, and the best trees may be
             slower.
         prices: price of a byte on each channel of the slowest cut, by "source > target", read-only; other channels are
             free. A synchronized byte costs at least 1 on any routes, and the bandwidths of the channels cost `rate`.
@@ -215,7 +215,7 @@ def least_step_time(
     framing: float = 1.0,
     burst: float = 0.0,
 ) -> float:
-    """Lower bound in seconds on a synchronous step, for every plan.
+    """Lower bound in seconds on a step under an exact plan, whose sums form along trees of ranks.
 
     No byte of a gradient is sent before some rank has it, and the cluster never synchronizes faster than the rate R of
     :func:`~lightning_autosync.cluster.bounds.synchronization_rate`. So if B(t) bytes become ready at t or later, they

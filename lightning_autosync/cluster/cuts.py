@@ -1,9 +1,10 @@
 """Cuts: channels that all data must cross, which bound how fast a cluster can synchronize.
 
 After synchronizing a size, every rank has the sum of all ranks' data of that many bytes. Let the ranks be divided into
-``k`` parts. The reduce and the broadcast of a byte each take at least ``k - 1`` transfers between parts. So the
-channels out of all parts together carry at least ``2 (k - 1)`` times the size, and so do the channels into all parts.
-The size also leaves and enters each part at least once. This holds for all routes.
+``k`` parts. A byte is summed along a tree of ranks and copied along another (switches do not sum), so the reduce and
+the broadcast each take at least ``k - 1`` transfers between parts. So the channels out of all parts together carry at
+least ``2 (k - 1)`` times the size, and so do the channels into all parts. The size also leaves and enters each part at
+least once. This holds for all routes.
 
 A cut gives each channel a price, such that synchronizing one byte costs at least 1 over any routes. In a time the
 channels can carry no more than their capacities, so these, priced, bound the rate.

@@ -78,7 +78,7 @@ def sketch_packing(classes: RankClasses) -> Packing[Sketch]:
 
 
 def class_prices(link_graph: LinkGraph) -> Vector | None:
-    """Prices [channels] that bound the rate of any method: all capacities together cost that rate, and trees reach it.
+    """Prices [channels] that bound the rate of sums along trees: all capacities cost that rate, and trees reach it.
 
     None where this program does not prove a bound: the ranks do not fall into classes, a link is asymmetric (so that
     pairs of different trees may be faster), or some ranks have several routes between them.

@@ -27,7 +27,7 @@ from lightning_autosync.report.timeline import write_timelines
 from lightning_autosync.workload import Workload
 
 CUT_BOUND: Literal["cut bound"] = "cut bound"
-"""Kind of bound for a cluster too large for the linear program: no plan is faster, but possibly none is as fast."""
+"""Kind of bound for a cluster too large for the linear program: no exact plan is faster, but none may be as fast."""
 _BUSIEST = 8
 """Number of links in each list of the text."""
 

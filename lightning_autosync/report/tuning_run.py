@@ -91,7 +91,7 @@ class TuningRun:
 
     @cached_property
     def bound(self) -> Bound | None:
-        """Lower bound on the step time of exact methods; None if links are not emulated or computation is real.
+        """Lower bound on the step time of exact plans; None if links are not emulated or computation is real.
 
         Only emulated links and paced computation keep the rates and times from which the bound follows.
         """

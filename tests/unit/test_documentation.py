@@ -14,6 +14,7 @@ import yaml
 import lightning_autosync
 from lightning_autosync import ClusterSpec, HybridPlan, SyncPlan
 from lightning_autosync.cli.application import VERBS
+from lightning_autosync.cli.configuration import check_overrides
 from lightning_autosync.cluster import configuration_directory
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,8 @@ COMMAND = re.compile(r"\bautosync ((?:\\\n|[^`\n|#\\])*)")
 VERB = re.compile(r"[a-z]+")
 EXPERIMENT = re.compile(r"\bexperiment=([\w.-]+)")
 PLACEHOLDER = "NAME"
+PROGRAM = re.compile(r"\bpython (?:-m )?((?:tests|lightning_autosync|examples)[./][\w./]+)")
+REPRODUCE = ROOT / "docs" / "reproduce.md"
 
 
 @pytest.fixture(params=PAGES, ids=NAMES)
@@ -82,6 +85,20 @@ def test_experiments_exist(page: Path) -> None:
     shipped = {file.stem for file in (configuration_directory() / "experiment").glob("*.yaml")}
     found = {name for text in code(page) for name in EXPERIMENT.findall(text)}
     assert found - {PLACEHOLDER} <= shipped
+
+
+def test_programs_exist(page: Path) -> None:
+    for name in (found for text in code(page) for found in PROGRAM.findall(text)):
+        path = ROOT / name.removesuffix(".py").replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+
+
+def test_commands_that_reproduce_papers_compose() -> None:
+    lines = (line for text in code(REPRODUCE) for line in text.replace("\\\n", " ").splitlines())
+    commands = [shlex.split(line) for line in lines if line.startswith("autosync ")]
+    assert {"bench", "collect", "converge", "fit", "tune", "validate"} <= {verb for _, verb, *_ in commands}
+    for _, verb, *words in commands:
+        check_overrides(verb, words)
 
 
 def test_shipped_options_exist(page: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_autosync.documents import write_text
 from lightning_autosync.learned.dataset import COLUMNS, Dataset
+from lightning_autosync.workload import Workload, catalogue
 
 _HEAD = """\
 # Step times of synchronization plans
@@ -30,6 +31,16 @@ not measured. A plan runs in live workers with an engine of its own, after steps
 Before each batch of plans the reference plan is measured again, which shows whether times drift.
 """
 
+_LIMITS = """\
+## Limits
+Models are small: {least:.2f} to {most:.2f} MB of gradients. Widths are scaled, and dense parameters with less than a
+given share of a model's bytes are left out (`lightest` of `autosync collect`). {compression} a message.
+Counted steps of a sample: {steps}.
+
+"""
+_COMPRESSED = '"compressor":(?!"none")'
+"""In the canonical JSON of a plan: a message that is compressed."""
+
 
 def write_card(directory: Path) -> None:
     """Write the card of the dataset in a folder.
@@ -44,22 +55,51 @@ def card(directory: Path) -> str:
     """The text of the card."""
     dataset = Dataset.load(directory, disturbed=True)
     frame = dataset.frame()
+    workloads = [dataset[int(place)].workload for place in frame.drop_duplicates("workload").index]
     head = _HEAD.format(
         count=len(frame),
-        workloads=frame["workload"].nunique(),
+        workloads=len(workloads),
         clusters=frame["cluster"].nunique(),
         name=directory.name,
         disturbed=int(frame["disturbed"].sum()),
     )
-    parts = [head, _schema()]
-    if len(frame):
-        parts += [_counts(frame), _quality(frame), _environments(dataset)]
+    if not workloads:
+        return "\n".join([head, _schema()])
+    parts = [head, _limits(frame, workloads), _schema(), _counts(frame), _quality(frame), _environments(dataset)]
     return "\n".join(parts)
 
 
 def _schema() -> str:
     rows = [(f"`{name}`", meaning) for name, meaning in COLUMNS.items()]
     return "## Columns of samples\n" + _table(("column", "meaning"), rows)
+
+
+def _limits(frame: Any, workloads: Sequence[Workload]) -> str:
+    """Sizes of the workloads beside those of the models whose names they have; steps and compression of the samples."""
+    sizes = [workload.bytes / 1e6 for workload in workloads]
+    steps = frame["steps"].map(len).value_counts().sort_index()
+    compressed = int(frame["plan"].str.contains(_COMPRESSED).sum())
+    rows = [
+        (workload.name, *_size(workload), *_size_of_whole(workload.name))
+        for workload in sorted(workloads, key=lambda workload: workload.name)
+    ]
+    told = _LIMITS.format(
+        least=min(sizes),
+        most=max(sizes),
+        steps=", ".join(f"{number} ({samples} samples)" for number, samples in steps.items()),
+        compression=f"{compressed} plans compress" if compressed else "No plan compresses",
+    )
+    return told + _table(("workload", "MB", "parameters", "MB of the model", "parameters of the model"), rows)
+
+
+def _size_of_whole(name: str) -> tuple[str, str]:
+    """The size of the model of the catalogue from which a workload was drawn; empty if its name is of no model."""
+    model = name.rpartition("-")[0]
+    return _size(catalogue.build(model)) if model in catalogue.names() else ("", "")
+
+
+def _size(workload: Workload) -> tuple[str, str]:
+    return f"{workload.bytes / 1e6:.2f}", str(len(workload.variables))
 
 
 def _counts(frame: Any) -> str:

@@ -28,7 +28,8 @@ class Candidate:
     Attributes:
         name: name for people, such as that of its builder.
         predicted: predicted seconds of a step.
-        always: whether it is tried whatever its prediction. DDP's plan is, so that training is never slower for long.
+        always: whether it is tried whatever its prediction. DDP's plan is, so that no plan is kept that was measured to
+            be slower than it.
         native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
             do those of all others.
     """

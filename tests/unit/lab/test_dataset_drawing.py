@@ -21,6 +21,7 @@ from lightning_autosync.measure.step_time import slowest_rank
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.replay import Constants
 
+SHIPPED = Path(__file__).parents[3] / "examples" / "datasets" / "emulated"
 SMALL: dict[str, Any] = {
     "dataset": "none",
     "pairs": 50,
@@ -160,4 +161,14 @@ def test_what_was_disturbed_is_measured_again_by_the_next_run(tmp_path: Path) ->
     assert counts == [(3, 3, 0), (3, 3, 0), (3, 0, 3), (0, 0, 3)]
     assert session.batches == 3
     assert [sample.seconds for sample in Dataset.load(tmp_path)] == pytest.approx([0.03] * 3)
-    assert "(0 here)" in card(tmp_path)
+    told = card(tmp_path)
+    assert "(0 here)" in told
+    assert "Counted steps of a sample: 1 (3 samples)." in told
+    assert "No plan compresses a message." in told
+    (small,) = [line for line in told.splitlines() if line.startswith("| vgg16-0 |") and "553.43" in line]
+    assert small.endswith(f"| {len(combination.workload.variables)} | 553.43 | 32 |")
+
+
+@pytest.mark.slow
+def test_the_card_of_the_shipped_dataset_is_up_to_date() -> None:
+    assert card(SHIPPED) == (SHIPPED / "README.md").read_text()
