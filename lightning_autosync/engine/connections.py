@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.engine.waiting import watched_wait
 from lightning_autosync.errors import ExchangeError, OpeningError
+from lightning_autosync.ports import with_free_port
 
 CONNECT_TIMEOUT = 120.0
 """Longest time in seconds for all ranks to connect."""
@@ -220,23 +222,32 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
     Args:
         address: an address of this machine, or NUL and a name in Linux's abstract socket namespace.
-        port: TCP port; 0 takes a free one.
+        port: TCP port; 0 takes a free one, of the range of this process if it has one (see `ports`).
 
     Raises:
-        ExchangeError: the address is not this machine's, or the port is taken.
+        ExchangeError: the address is not this machine's, the port is taken, or no port of the range is free.
     """
     if address.startswith("\0"):
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)
         listener.listen(socket.SOMAXCONN)
         return listener
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+        return listen_at(address, port) if port else with_free_port(partial(listen_at, address))
     except OSError as cause:
         if cause.errno == errno.EADDRINUSE:
             raise ExchangeError(f"{address}: port {port} is taken by another process") from None
         raise ExchangeError(f"{address}: {cause}; a node's `address` in the cluster must belong to that node") from None
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """A socket that listens on ``address`` and ``port``, where 0 is any free port, of the range or not.
+
+    Raises:
+        OSError: the address is not this machine's, or the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
 
 
 def tune_connection(connection: socket.socket, rate: float | None, pace: float | None = None) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from lightning_autosync.engine.connections import listen, own_address
+from lightning_autosync.engine.connections import listen, listen_at, own_address
 from lightning_autosync.engine.waiting import SLICE
 from lightning_autosync.errors import AutoSyncError, ExchangeError
 
@@ -205,11 +205,11 @@ def open_store(address: str, port: int, timeout: float) -> dist.TCPStore:
 
     Args:
         address: an address or a name of this machine.
-        port: TCP port; 0 takes a free one.
+        port: TCP port; 0 takes a free one (see `ports`).
         timeout: seconds that a wait at the store may take.
 
     Raises:
-        ExchangeError: the address is not this machine's, or another process has the port.
+        ExchangeError: the address is not this machine's, another process has the port, or no port is free.
     """
     address = _numeric(address)
     try:
@@ -224,7 +224,7 @@ def _open_again(address: str, port: int, timeout: float, taken: ExchangeError) -
     """The store that an earlier process group of this process may still hold; torch finds it by its port."""
     if not port:
         raise taken
-    with listen(address) as other:
+    with listen_at(address, 0) as other:  # which nobody calls
         try:
             # If there is no such store, torch takes this socket, and fails because the socket has another port.
             return _store(address, port, timeout, other.fileno())
@@ -338,8 +338,8 @@ def _own_one(addresses: list[str]) -> str:
     If none is, they are of a service or a gateway, which forwards to the address of the route to it.
     """
     for address in addresses:
-        with suppress(ExchangeError):
-            listen(address).close()
+        with suppress(OSError):
+            listen_at(address, 0).close()
             return address
     return own_address()
 

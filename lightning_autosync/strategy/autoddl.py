@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from lightning_autosync.hybrid.execution.compiled import Uncompiled, takes_home_
 from lightning_autosync.hybrid.execution.equivalence import Task
 from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.ports import PortRange
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.autoddl_checkpoint import SplitCheckpoints
 from lightning_autosync.strategy.base import SynchronizedModule
@@ -81,9 +82,11 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             (default) means True.
         check_replicas: number of synchronized backward passes between comparisons of all copies of a weight. Default:
             1000; 0 turns comparisons off.
+        port_range: as of `AutoSyncStrategy`. None (default): any free port.
         timeout: how long ranks wait for each other, in seconds or as a ``timedelta``. Default: 30 minutes.
         batch_shares: refused, because ranks that split operators compute the same batch sizes. Default: None.
-        accelerator: as in Lightning's strategies, like the arguments that are not listed here.
+        accelerator: as of `AutoSyncStrategy`, like ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
+            ``precision_plugin`` and ``process_group_backend``.
 
     Raises:
         ValueError: an argument has a value that is not allowed.
@@ -105,6 +108,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         check_replicas: int = CHECK_REPLICAS,
+        port_range: PortRange | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -131,6 +135,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             "gradient_as_bucket_view": False,
             "static_graph": False,
             "check_replicas": check_replicas,
+            "port_range": port_range,
             "timeout": timeout,
         }
         settings, launch = read_settings(arguments)
@@ -150,6 +155,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self._failure_detector = None
         self._job = None
         self._shares = None
+        self._ports = ExitStack()
         self._memory = None if memory is None else _read_memory(memory)
         self._resumed_from: Path | None = None
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
+from lightning_autosync.ports import PortRange, listening_within
 from lightning_autosync.strategy.agreement import checked_formation, compare_ranks
 from lightning_autosync.strategy.base import SynchronizedModule, accumulation
 from lightning_autosync.strategy.checkpoint import KEY
@@ -96,6 +97,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         check_replicas: int = CHECK_REPLICAS,
         overlap: Overlap = None,
         overlap_debug: bool = False,
+        port_range: PortRange | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -116,8 +118,10 @@ class AutoSyncFabricStrategy(DDPStrategy):
         self._replicas: list[ExactReplica] = []
         self._farewell: Callable[[], Any] | None = None
         self._shares: BatchShares | None = None
+        self._ports = ExitStack()
 
     def setup_environment(self) -> None:
+        self._ports.enter_context(listening_within(self._settings.port_range))
         if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
             set_batch_scheduling()
         self._set_world_ranks()
@@ -198,6 +202,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         with ExitStack() as closing:
+            closing.callback(self._ports.close)
             closing.callback(super().teardown)
             if self._farewell is not None:
                 closing.callback(self._farewell)

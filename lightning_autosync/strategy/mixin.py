@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.engine.failure_detector import FailureDetector
 from lightning_autosync.plan import Schedule, Semantics, SyncPlan
+from lightning_autosync.ports import PortRange, listening_within
 from lightning_autosync.strategy.agreement import checked_formation, compare_ranks
 from lightning_autosync.strategy.base import Replica, SynchronizedModule, accumulation
 from lightning_autosync.strategy.checkpoint import KEY
+from lightning_autosync.strategy.collectives import CollectiveCalls
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.overlap import reading_past_failures
@@ -54,13 +56,8 @@ from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
 from lightning_autosync.strategy.tuning.step_meter import StepFigures
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
-
-class AutoSyncMixin(_Base):
+class AutoSyncMixin(CollectiveCalls):
     """Data-parallel training like ``DDPStrategy``, but a plan says how gradients are synchronized.
 
     The model is not wrapped in ``DistributedDataParallel``::
@@ -99,10 +96,23 @@ class AutoSyncMixin(_Base):
             it is read (see docs/overlap.md). None (default): training waits for gradients at the end of backward.
         overlap_debug: whether to raise an error where memory of a parameter is read past that, by another tensor or by
             an extension (not by ``torch.func``). Slow. Default: False.
+        port_range: first and last port on which ranks listen for each other, for example ``(20000, 20100)``, where a
+            firewall closes others (see docs/clusters.md). None (default): those of the environment variable
+            ``AUTOSYNC_PORT_RANGE``, or any free port.
         timeout: how long ranks wait for each other, in seconds or as a ``timedelta``. Default: 30 minutes.
-        accelerator: as in ``DDPStrategy``, like the arguments that are not listed here. ``ddp_comm_hook``,
-            ``ddp_comm_state``, ``ddp_comm_wrapper`` and ``model_averaging_period`` are refused: plans state compression
-            and averaging.
+        accelerator: the accelerator. None (default): the Trainer's.
+        parallel_devices: the devices of this node's ranks. None (default): the Trainer's.
+        cluster_environment: where ranks and addresses come from. None (default): the Trainer finds it.
+        checkpoint_io: how checkpoints are written and read. None (default): Lightning's ``TorchCheckpointIO``.
+        precision_plugin: the precision of training. None (default): as the Trainer's ``precision`` says.
+        process_group_backend: backend of ``torch.distributed``, for example ``gloo`` or ``nccl``. None (default):
+            ``nccl`` on GPUs, otherwise ``gloo``.
+        start_method: how the Trainer starts processes on this node: ``popen`` (default), ``spawn``, ``fork`` or
+            ``forkserver``.
+        ddp_comm_hook: refused, because plans state compression. Default: None.
+        ddp_comm_state: refused, like ``ddp_comm_hook``. Default: None.
+        ddp_comm_wrapper: refused, like ``ddp_comm_hook``. Default: None.
+        model_averaging_period: refused, because plans state averaging. Default: None.
 
     Raises:
         ValueError: an argument has a value that is not allowed, or has no effect with this plan.
@@ -132,6 +142,7 @@ class AutoSyncMixin(_Base):
         stall: float | None = None,
         overlap: Overlap = None,
         overlap_debug: bool = False,
+        port_range: PortRange | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -154,6 +165,7 @@ class AutoSyncMixin(_Base):
         self._job: RunningJob | None = None
         """The job to which this process returns; None if it does not."""
         self._shares: BatchShares | None = None
+        self._ports = ExitStack()
 
     @property
     def plan(self) -> SyncPlan | None:
@@ -196,6 +208,7 @@ class AutoSyncMixin(_Base):
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
+        self._ports.enter_context(listening_within(self._settings.port_range))
         if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
             set_batch_scheduling()
         if not dist.is_initialized():
@@ -340,39 +353,6 @@ class AutoSyncMixin(_Base):
         with self._replica.stepping(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._shares is not None:
-            tensor = self._shares.weigh(tensor, reduce_op)
-        with self._collective("sync_dist=True (a reduction over ranks)", each_step=True):
-            return super().reduce(tensor, group, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # Not marked `each_step`: Lightning's checkpoints call this between steps only when one is due. The number of
-        # ranks is the process group's, which may have lost some.
-        with self._collective("a decision of all ranks"):
-            count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
-            return bool(count == dist.get_world_size()) if all else bool(count)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        with self._collective("all_gather", each_step=True):
-            if self._shares is not None:
-                self._shares.check_gather(tensor, group)
-            return super().all_gather(tensor, group, sync_grads)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._collective("a barrier"):
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        with self._collective("a broadcast"):
-            return super().broadcast(*args, **kwargs)
-
-    def _collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
-        """The context of a collective call; see `Replica.collective`."""
-        if self._shares is not None:  # with exact replicas, which need no other context
-            return self._shares.collective(what)
-        return nullcontext() if self._replica is None else self._replica.collective(what, each_step)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._replica is not None:
             self._replica.settle()
@@ -436,6 +416,7 @@ class AutoSyncMixin(_Base):
             self._close()
         finally:
             self._close_failure_detector()
+            self._ports.close()
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
         # Parameters without a value after a failure must not hide its cause when the model moves to the CPU.

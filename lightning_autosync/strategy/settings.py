@@ -16,6 +16,7 @@ from lightning_autosync.documents import is_path
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
+from lightning_autosync.ports import PortRange, read_port_range
 from lightning_autosync.relaxed.transport.heartbeat import STALL, HeartbeatSettings, read_heartbeat, read_seconds
 from lightning_autosync.strategy.shares.cuts import Shares, read_shares
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
@@ -34,7 +35,7 @@ class PlanOfFile:
     source: str
 
 
-PlanArgument = SyncPlan | PlanOfFile | str | os.PathLike[str] | None
+PlanArgument = SyncPlan | str | os.PathLike[str] | None
 ClusterArgument = ClusterSpec | str | os.PathLike[str] | None
 HeartbeatArgument = HeartbeatSettings | dict[str, float] | None
 Scheduling = Literal["batch"] | None
@@ -99,6 +100,7 @@ class StrategySettings:
         overlap_debug: whether readers of memory whose step is due are found; see `StaleReads`.
         tuning: how the job finds its links and its plan, where the user gives no plan; None: by the cluster alone.
         batch_shares: the share of each rank in a global batch, or ``auto``; None: the loader's batches on each rank.
+        port_range: first and last port on which this rank listens; None: that of its environment, or any.
         error: fault of a file, raised when all ranks are there; None if there is none.
     """
 
@@ -120,6 +122,7 @@ class StrategySettings:
     overlap_debug: bool = False
     tuning: TuningSettings | None = None
     batch_shares: Shares | Literal["auto"] | None = None
+    port_range: PortRange | None = None
     error: DocumentError | None = None
 
     @property
@@ -204,6 +207,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         overlap_debug=bool(arguments.get("overlap_debug")),
         tuning=read_tuning(arguments.get("tuning", "off")),
         batch_shares=read_shares(arguments.get("batch_shares")),
+        port_range=read_port_range(arguments.get("port_range")),
     )
     try:
         found, source = _read_plan(arguments["plan"])
@@ -272,7 +276,7 @@ def check_semantics(found: Semantics, allowed: Semantics, source: str) -> None:
         )
 
 
-def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
+def _read_plan(value: PlanArgument | PlanOfFile) -> tuple[SyncPlan | str | None, str]:
     """The plan and its name in errors; text is a file if it looks like one, otherwise the name of a builder."""
     if value is None or isinstance(value, SyncPlan):
         return value, "plan"

@@ -222,7 +222,7 @@ def _strategy(job: RankTraining) -> Strategy:
     try:
         if sync.strategy == "ddp":
             return DDPStrategy(**common, **sync.arguments)
-        plan = sync.plan if job.plan is None else PlanOfFile(job.plan, str(sync.plan))
+        plan: Any = sync.plan if job.plan is None else PlanOfFile(job.plan, str(sync.plan))
         return AutoSyncStrategy(plan, sync.semantics, **{"cluster": job.cluster, **common, **sync.arguments})
     except (TypeError, ValueError) as error:
         if isinstance(error, DocumentError):

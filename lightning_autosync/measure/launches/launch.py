@@ -12,6 +12,7 @@ from typing import Protocol
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.measure.errors import LaunchError
+from lightning_autosync.ports import VARIABLE
 
 StartedCommand = tuple[list[str], dict[str, str]]
 """A command and its environment."""
@@ -136,6 +137,8 @@ class SshLaunch:
     def environment(self, rank: int) -> dict[str, str]:
         node = self.cluster.rank_nodes[rank]
         variables = {"LOCAL_RANK": str(self.cluster.ranks_of(node).index(rank)), "GROUP_RANK": str(node)}
+        if VARIABLE in os.environ:  # which ssh does not pass on
+            variables[VARIABLE] = os.environ[VARIABLE]
         return variables if self._interface is None else {**variables, "GLOO_SOCKET_IFNAME": self._interface}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from lightning_autosync.cluster import ClusterSpec, Rate
 from lightning_autosync.documents import Configuration, Record
@@ -15,6 +15,7 @@ from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.launches.allocation import SlurmLaunch, open_allocation
 from lightning_autosync.measure.launches.launch import SSH, Launch, LocalLaunch, SshLaunch
+from lightning_autosync.ports import PortRange, listening_within, read_port_range
 
 
 class LaunchSettings(Record):
@@ -24,6 +25,8 @@ class LaunchSettings(Record):
         kind: ``local`` puts all ranks on the loopback interface, ``emulated`` behind emulated links of the cluster,
             ``ssh`` on the cluster's nodes.
         command, python, directory, interface: arguments of `SshLaunch`.
+        port_range: first and last port on which the ranks listen; None: those of the environment variable
+            ``AUTOSYNC_PORT_RANGE``, or any free port.
     """
 
     kind: Literal["local", "emulated", "ssh"] = "local"
@@ -31,6 +34,12 @@ class LaunchSettings(Record):
     python: str | None = None
     directory: str | None = None
     interface: str | None = None
+    port_range: PortRange | None = None
+
+    @field_validator("port_range")
+    @classmethod
+    def _check_ports(cls, ports: PortRange | None) -> PortRange | None:
+        return read_port_range(ports)
 
     @model_validator(mode="before")
     @classmethod
@@ -50,6 +59,11 @@ class LaunchSettings(Record):
             DocumentError: the launch needs a cluster, or addresses of its nodes.
             LaunchError: workers cannot be started in this way here; the message suggests a remedy.
         """
+        with listening_within(self.port_range), self._open(cluster) as launch:
+            yield launch
+
+    @contextmanager
+    def _open(self, cluster: ClusterSpec | None) -> Iterator[Launch]:
         if self.kind == "local":
             yield LocalLaunch()
             return

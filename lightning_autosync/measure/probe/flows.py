@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_autosync.cluster import PAYLOAD_SHARE
+from lightning_autosync.engine.connections import listen
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.tcp_info import bytes_received
 
@@ -197,7 +198,7 @@ def echo(connection: socket.socket) -> None:
 
 def loop(count: int) -> list[float]:
     """Round-trip seconds between two threads over the loopback interface: their wake-up time, without a wire."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with listen("127.0.0.1") as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
     with near, far:

@@ -20,6 +20,7 @@ from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.flows import Arrival, RoundTrip, echo, loop, ping, ping_for, send_at_once, stream
 from lightning_autosync.measure.probe.survey import Flow
 from lightning_autosync.measure.tcp_info import smoothed_round_trip
+from lightning_autosync.ports import with_free_port
 
 _DATAGRAM = 1472
 """Payload bytes that fill an Ethernet frame of 1514 bytes."""
@@ -134,7 +135,7 @@ class Meter:
         It sends datagrams, which only the node's own port slows down: UDP has no flow control.
         """
         with socket.socket(_family(self.addresses[node]), socket.SOCK_DGRAM) as own:
-            own.bind((self.addresses[self._node], 0))
+            with_free_port(lambda port: own.bind((self.addresses[self._node], port)))
             ports = gather_json(own.getsockname()[1])
             leaders = [members[0] for members in self.nodes]
             targets = [(self.addresses[k], ports[leaders[k]]) for k in range(len(leaders)) if k != node]
