@@ -132,7 +132,11 @@ def test_its_report_can_be_written_again(found: tuple[Path, str], here: Here) ->
         pytest.param(
             (*MODEL, "cluster=shape.yaml"), "cluster 'shape': links[0].bandwidth: unknown", marks=pytest.mark.slow
         ),
-        ((*MODEL, "cluster=four_equal", "transfer=rates", "transfer.rates=none.yaml"), "none.yaml: cannot be read"),
+        pytest.param(
+            (*MODEL, "cluster=four_equal", "transfer=rates", "transfer.rates=none.yaml"),
+            "none.yaml: cannot be read",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             (*MODEL, "cluster=four_equal", "transfer=simulator", "transfer.simulator=fitted"),
             "transfer: parallel=hybrid takes transfer=rates only",
