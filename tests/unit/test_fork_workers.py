@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,7 @@ def test_a_ctrl_c_ends_all_workers_and_their_fixtures(project: pytest.Pytester) 
         began = project.path / "began"
         while not began.exists() or len(began.read_text().split()) < 2:
             assert process.poll() is None
+            time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == pytest.ExitCode.INTERRUPTED
