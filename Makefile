@@ -11,7 +11,7 @@ demo: $(READY)
 
 # Many tests start processes of their own, which wait for each other: three at a time keep two cores at work.
 test: $(READY)
-	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist loadgroup
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m "not slow" -p tests.fork_workers --workers 3
 
 test-all: $(READY)
 	AUTOSYNC_ALL_TESTS=1 $(BIN)/python -m pytest -q

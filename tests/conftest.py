@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import forked
 import pytest
@@ -33,40 +31,23 @@ os.environ["LIGHTNING_AUTOSYNC_CACHE"] = ""  # no test finds or leaves plans in 
 torch.set_num_threads(1)  # tensors here are small, and tests' own workers want the other cores
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadgroup``, each worker of xdist runs all tests of a pool, or of a file."""
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    # In the order of folders, so that unit tests, which are short, come last and end at about the same time.
-    config.option.loadscopereorder = False
-
-    # xdist 3.8's own scheduler for groups does not see the groups' names under pytest 9.
-    class ByProcesses(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return _processes(nodeid.split("::", 1)[0])
-
-    return ByProcesses(config, log)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("workers", 0):
+        forked.start_server()  # it imports while this process collects, and all workers use it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test with another pool than its file's, because another worker of xdist would start that pool again."""
+    """Tests that share a pool run in one worker, which starts it once."""
+    used: dict[Path, set[str]] = defaultdict(set)
     for item in items:
-        file = item.nodeid.split("::", 1)[0]
-        used = {pool for pool in POOLS if {*pool.split("|")} & {*getattr(item, "fixturenames", ())}}
-        if used - {_processes(file)}:
-            raise pytest.UsageError(
-                f"{item.nodeid}: it uses {', '.join(sorted(used))}, but its file runs with {_processes(file)}; let a "
-                "test function of the file name the pool, and use one pool in a file"
-            )
-
-
-@cache
-def _processes(file: str) -> str:
-    """The pool that tests of a file use, or the file's name. xdist asks where no tests are collected; see the check."""
-    text = (TESTS.parent / file).read_text()
-    return next((pool for pool in POOLS if re.search(rf"def test_\w+\([^)]*\b({pool})\b", text)), file)
+        fixtures = {*getattr(item, "fixturenames", ())}
+        used[item.path] |= {pool for pool in POOLS if {*pool.split("|")} & fixtures}
+    for item in items:
+        pools = sorted(used[item.path])
+        if len(pools) > 1:
+            raise pytest.UsageError(f"{item.path}: its tests use {', '.join(pools)}; use one pool in a file")
+        if pools:
+            item.add_marker(pytest.mark.together(pools[0]))
 
 
 @pytest.fixture(autouse=True, scope="session")

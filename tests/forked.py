@@ -16,24 +16,35 @@ import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from multiprocessing import forkserver, popen_forkserver, reduction
 from multiprocessing.context import ForkServerContext
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_autosync.cli.application import VERBS
 from lightning_autosync.measure.emulation import netns
-from lightning_autosync.measure.workers import process
 
 PRELOADED = [
     "torch.distributed",
     "torch._dynamo",
     "lightning.pytorch",
     "lightning_autosync.relaxed.factory",
-    "lightning_autosync.cli.tune",
+    *(f"lightning_autosync.cli.{verb}" for verb in VERBS),
     "hydra._internal.hydra",
     "sklearn.datasets",
+    "matplotlib.backends.backend_svg",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "tests.warm_replay",
 ]
 """What the server imports; who adds to it does so before the first process."""
+_LAUNCHERS = [
+    "lightning_autosync.measure.workers.process",
+    "lightning.fabric.strategies.launchers.subprocess_script",
+    "lightning.pytorch.strategies.launchers.subprocess_script",
+]
+"""Modules that start commands of this interpreter."""
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
 
@@ -86,6 +97,13 @@ def context() -> ForkServerContext:
     return found
 
 
+def start_server() -> None:
+    """Start the server now. Forks of this process use it, too."""
+    context()
+    forkserver.ensure_running()
+    os.register_at_fork(after_in_child=_keep_server)
+
+
 def run(command: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess.CompletedProcess[str]:
     """As ``subprocess.run`` with ``text``, for a command of this interpreter."""
     timeout = options.pop("timeout", None)
@@ -101,19 +119,21 @@ def run(command: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess
 
 
 def fork_workers(enter_namespaces: bool = False) -> None:
-    """From now on, this process and those that it forks start the workers of pools as forks.
+    """From now on, this process and those that it forks start workers of pools and ranks of Trainers as forks.
 
     Args:
         enter_namespaces: whether workers behind emulated links are forks, too.
     """
     Popen.enters_namespaces = enter_namespaces
     names = {"Popen": Popen, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    process.subprocess = SimpleNamespace(**names)  # type: ignore[assignment]
+    for name in _LAUNCHERS:
+        vars(import_module(name))["subprocess"] = SimpleNamespace(**names)
 
 
 def start_workers() -> None:
     """From now on, workers of pools are new interpreters again."""
-    process.subprocess = subprocess
+    for name in _LAUNCHERS:
+        vars(import_module(name))["subprocess"] = subprocess
 
 
 class _Stream:
@@ -152,12 +172,17 @@ def _main(
     _open_streams()
     if directory is not None:
         os.chdir(directory)
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it is this process's parent
+    _keep_server()
     fork_workers()
     try:
         _run(words)
     finally:
         atexit._run_exitfuncs()
+
+
+def _keep_server() -> None:
+    """The server is no child of this process, which therefore cannot ask whether it runs."""
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
 
 
 def _split(command: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -28,7 +28,7 @@ METHODS: dict[str, Any] = {
     "pairs": {"builder": "partial_reduce"},
     "local_sgd": {"builder": "periodic", "arguments": {"period": 4}},
 }
-STEPS = 12
+STEPS = 8
 
 
 TOLD: list[tuple[int, int]] = []

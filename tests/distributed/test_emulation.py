@@ -128,7 +128,7 @@ def line_of_three() -> ClusterSpec:
 @pytest.mark.parametrize(
     "cluster",
     [
-        ClusterSpec.star([400 * MEGABIT, 100 * MEGABIT, 20 * MEGABIT]),
+        pytest.param(ClusterSpec.star([400 * MEGABIT, 100 * MEGABIT, 20 * MEGABIT]), marks=pytest.mark.slow),
         ClusterSpec.racks(2, 2, bandwidth=200 * MEGABIT, uplink=100 * MEGABIT),
         line_of_three(),
     ],
@@ -393,6 +393,7 @@ def test_leftovers_of_dead_processes_are_removed_and_others_kept():
     assert netns.delete([alive]) == []
 
 
+@pytest.mark.slow
 def test_the_check_prints_a_table(capsys, tmp_path):
     path = tmp_path / "pair.yaml"
     ClusterSpec.star([100 * MEGABIT, 50 * MEGABIT], name="pair").save(path)

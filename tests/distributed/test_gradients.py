@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gradient_calls
 import pytest
+from sweeps import crossed
 
 CASES = [
     ("Net", "other_data"),
@@ -22,17 +23,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("topology", ["native", "tree", "shared_memory"])
-@pytest.mark.parametrize(("model", "job"), CASES)
+@pytest.mark.parametrize(("model", "job", "topology"), crossed(CASES, ["native", "tree", "shared_memory"]))
 def test_gradients_are_those_of_ddp_whatever_a_user_does_with_them(pool, model: str, job: str, topology: str) -> None:
     for gap in pool.run(gradient_calls.gap, model=model, job=job, topology=topology):
         assert gap < 2e-6
 
 
-@pytest.mark.parametrize("topology", ["native", "shared_memory"])
-@pytest.mark.parametrize("case", [("Net", "plain"), ("Strided", "fused"), ("Strided", "strides"), ("Waves", "plain")])
-def test_gradients_as_views_are_those_of_ddp_with_views(pool, case: tuple[str, str], topology: str) -> None:
-    model, job = case
+VIEWS = [("Net", "plain"), ("Strided", "fused"), ("Strided", "strides"), ("Waves", "plain")]
+
+
+@pytest.mark.parametrize(("model", "job", "topology"), crossed(VIEWS, ["native", "shared_memory"]))
+def test_gradients_as_views_are_those_of_ddp_with_views(pool, model: str, job: str, topology: str) -> None:
     arguments = {"model": model, "job": job, "topology": topology, "gradient_as_bucket_view": True}
     for gap in pool.run(gradient_calls.gap, **arguments):
         assert gap < 2e-6

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import forked
 import pytest
 import survey_calls
 
@@ -35,7 +36,9 @@ def interleaved() -> ClusterSpec:
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[WorkerPool]:
+    forked.fork_workers(enter_namespaces=True)
     with EmulatedLaunch(interleaved()) as launch, WorkerPool(4, launch) as pool:
+        forked.fork_workers()
         yield pool
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from plans import plans
 from recommender import ROWS, WIDTH, Recommender, workload_of
-from sweeps import examples
+from sweeps import crossed, examples, sweep
 from training import Net
 
 from lightning_autosync.plan import Group, Partition, SyncPlan, builders
@@ -41,8 +41,7 @@ def spread(servers: list[int], world_size: int, only: int = 0, **fields: Any) ->
     return SyncPlan(world_size=world_size, servers=only, groups=(group,), **fields)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "options", "overlap"), crossed(OPTIMIZERS, [False, True]))
 def test_in_step_they_equal_ddp(pool, kind: str, options: dict[str, Any], overlap: bool) -> None:
     workload, cluster = describe(Net()), uneven_cluster(3)
     made = [
@@ -128,11 +127,10 @@ def test_a_node_pushes_once(pool) -> None:
     assert pushes == {str(rank): steps for rank in range(4)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "sparse", "options"),
-    [("SGD", True, {}), ("SGD", False, {"momentum": 0.9, "weight_decay": 0.1}), ("Adam", False, {})],
-)
-@pytest.mark.parametrize("needed", [False, True])
+BY_ROWS = [("SGD", True, {}), ("SGD", False, {"momentum": 0.9, "weight_decay": 0.1}), ("Adam", False, {})]
+
+
+@pytest.mark.parametrize(("kind", "sparse", "options", "needed"), crossed(BY_ROWS, [False, True]))
 def test_rows_equal_dense_ddp(pool, kind: str, sparse: bool, options: dict[str, Any], needed: bool) -> None:
     cluster = uneven_cluster(3)
     workload = workload_of(Recommender(sparse=False), "sparse" if sparse else "row_sparse")
@@ -170,14 +168,18 @@ def test_few_rows_travel(pool, sparse: bool) -> None:
         assert named[rank][0][2] <= (steps - 1) * (6 * row + head) + ROWS * row + head
 
 
-@pytest.mark.parametrize(("kind", "options"), [*OPTIMIZERS, ("NAdam", {}), ("ASGD", {"t0": 1.0}), ("Rprop", {})])
-def test_a_checkpoint_goes_on_with_other_servers(pool, kind: str, options: dict[str, Any]) -> None:
+CHECKPOINTS = {"NAdam": {}, "ASGD": {"t0": 1.0}, "Rprop": {}, **dict(OPTIMIZERS)}
+
+
+@pytest.mark.parametrize("kind", sweep(CHECKPOINTS, ["AdamW", "ASGD", "SGD"]))
+def test_a_checkpoint_goes_on_with_other_servers(pool, kind: str) -> None:
     workload, cluster = describe(Net()), uneven_cluster(3)
     first = spread([0, 1, 2], 3).to_dict()
     second = builders.partitioned_ps(workload, cluster).model_copy(update={"servers": 1})
     groups = [group.model_copy(update={"placement": (3,) * group.shards}) for group in second.groups[:2]]
     second = second.model_copy(update={"groups": (*groups, *second.groups[2:])})
-    answers = pool.run(server_calls.continued, first=first, second=second.to_dict(), kind=kind, options=options)
+    optimizer = {"kind": kind, "options": CHECKPOINTS[kind]}
+    answers = pool.run(server_calls.continued, first=first, second=second.to_dict(), **optimizer)
     assert max(answers[:3]) < 1e-12
 
 

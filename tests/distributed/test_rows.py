@@ -9,23 +9,20 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from plans import plans
 from recommender import ROWS, WIDTH, Recommender, workload_of
-from sweeps import examples, sweep
+from sweeps import crossed, examples, sweep
 
 from lightning_autosync.plan import builders, topologies
 
 KINDS = {"sparse": True, "row_sparse": False}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "builder"), crossed(list(KINDS), ["all_reduce", "ps", "partitioned_ps", "byteps"]))
 @pytest.mark.parametrize("size", sweep([2, 3, 5], [5]))
-def test_rows_equal_dense_ddp_on_every_topology(pool, kind: str, size: int) -> None:
+def test_rows_equal_dense_ddp_on_every_topology(pool, kind: str, builder: str, size: int) -> None:
     cluster = shared_nodes(size)
     workload = workload_of(Recommender(sparse=False), kind)
-    made = [
-        builder(workload, cluster, topology=topology).to_dict()
-        for builder in (builders.all_reduce, builders.ps, builders.partitioned_ps, builders.byteps)
-        for topology in topologies.everywhere()
-    ]
+    names = topologies.everywhere()
+    made = [builders.build(builder, workload, cluster, topology=topology).to_dict() for topology in names]
     arguments = {"plans": made, "cluster": cluster.to_dict(), "sparse": KINDS[kind]}
     for found in pool.run(recommender.row_distances, **arguments)[:size]:
         assert max(found) < 1e-12

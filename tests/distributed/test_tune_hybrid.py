@@ -129,15 +129,23 @@ def test_its_report_can_be_written_again(found: tuple[Path, str], here: Here) ->
     ("options", "message"),
     [
         (("model=vgg_like", "cluster=four_equal"), "parallel: hybrid needs a model with operators to split"),
-        ((*MODEL, "cluster=shape.yaml"), "cluster 'shape': links[0].bandwidth: unknown"),
-        ((*MODEL, "cluster=four_equal", "transfer=rates", "transfer.rates=none.yaml"), "none.yaml: cannot be read"),
-        (
+        pytest.param(
+            (*MODEL, "cluster=shape.yaml"), "cluster 'shape': links[0].bandwidth: unknown", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            (*MODEL, "cluster=four_equal", "transfer=rates", "transfer.rates=none.yaml"),
+            "none.yaml: cannot be read",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             (*MODEL, "cluster=four_equal", "transfer=simulator", "transfer.simulator=fitted"),
             "transfer: parallel=hybrid takes transfer=rates only",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             (*MODEL, "cluster=four_equal", "parallel.kind=data", "parallel.memory=1GB"),
             "parallel: memory: allowed with parallel=hybrid only",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -14,7 +14,7 @@ from ports import free_port
 
 LIMIT = 60.0
 """Seconds that all may take to end, on a busy machine."""
-FAST = [("native", 1, True), ("ring", 0, False)]
+FAST = [("ring", 0, False)]
 """Kind, victim and whether its process lives on: cases of `make test`."""
 ENDS = {"error": "ValueError: no luck", "sigterm": "SIGTERMException: "}
 

@@ -45,13 +45,9 @@ def check_end(found: list[dict[str, Any]], ranks: int) -> None:
     torch.load(found[0]["best"], weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "plan"),
-    [
-        ("kill", "partial_reduce"),
-        pytest.param("stop", "partial_reduce", marks=pytest.mark.slow),
-        pytest.param("kill", "periodic", marks=pytest.mark.slow),
-    ],
+    ("how", "plan"), [("kill", "partial_reduce"), ("stop", "partial_reduce"), ("kill", "periodic")]
 )
 def test_the_others_go_on_and_answer_for_all(tmp_path: Path, how: str, plan: str) -> None:
     found = survivors(tmp_path, how, plan=plan)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import trajectory
 from clusters import shared_nodes
 from digits import network
+from sweeps import crossed
 from trajectory import GOLDEN, OPTIMIZERS
 
 from lightning_autosync.plan import builders
@@ -16,11 +18,11 @@ from lightning_autosync.workload import describe
 GOLDEN_LOSSES = json.loads(GOLDEN.read_text())
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+PLANS = [("all_reduce", "native"), ("all_reduce", "ring"), ("byteps", "star"), ("packed_trees", "packed")]
+
+
 @pytest.mark.parametrize(
-    ("builder", "topology"),
-    [("all_reduce", "native"), ("all_reduce", "ring"), ("byteps", "star"), ("packed_trees", "packed")],
+    ("builder", "topology", "optimizer", "size"), crossed(PLANS, [*product(OPTIMIZERS, [2, 3, 4])])
 )
 def test_losses_follow_the_golden_trajectory(pool, builder: str, topology: str, optimizer: str, size: int) -> None:
     cluster = shared_nodes(size)

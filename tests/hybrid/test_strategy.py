@@ -139,7 +139,7 @@ def test_a_plan_that_splits_nothing(pair: SharedPool) -> None:
     assert found["engine"] == "parameter_server"
 
 
-@pytest.mark.parametrize("as_file", [True, False])
+@pytest.mark.parametrize("as_file", sweep([True, False], [True]))
 def test_a_plan_for_gradients_is_data_parallelism(pair: SharedPool, as_file: bool) -> None:
     found = pair.run(jobs.synchronization, as_file=as_file)[0]
     (line,) = found["lines"]
@@ -173,7 +173,11 @@ def test_compiled_parts(pair: SharedPool, part: str) -> None:
         ("model", "PlanError: plan: workload: it was made for another model"),
         ("module", "the model has no module 'up'"),
         ("relaxed", "PlanError: plan: 'partial_reduce' is a builder's name; AutoSyncStrategy takes these; allowed:"),
-        ("synchronous", "PlanError: plan: 'all_reduce' is a builder's name; AutoSyncStrategy takes these; allowed:"),
+        pytest.param(
+            "synchronous",
+            "PlanError: plan: 'all_reduce' is a builder's name; AutoSyncStrategy takes these; allowed:",
+            marks=pytest.mark.slow,
+        ),
         ("compressed", "gradients: semantics are 'compressed'"),
         ("batches", "ExchangeError: batch: its tensors have shapes [[6, 64], [6]] on rank 1"),
         ("manual", "WorkloadError: the model uses manual optimization"),
@@ -182,19 +186,32 @@ def test_compiled_parts(pair: SharedPool, part: str) -> None:
         ("cluster", "ClusterError: cluster 'uniform': it has 7 ranks, but the job has 2"),
         ("scaler", "PlanError: precision:"),
         ("averaging", "PlanError: callbacks: StochasticWeightAveraging averages a copy of the whole model"),
-        ("moving average", "PlanError: callbacks: _Moving averages a copy of the whole model"),
+        pytest.param(
+            "moving average",
+            "PlanError: callbacks: _Moving averages a copy of the whole model",
+            marks=pytest.mark.slow,
+        ),
         ("averaging on one rank", "PlanError: on rank 1 only: callbacks: _Moving averages a copy"),
         ("other plan", "PlanError: plan: rank 1 has "),
-        ("other memory", "PlanError: memory: rank 1 has 2000000000 bytes, but rank 0 has 1000000000 bytes"),
+        pytest.param(
+            "other memory",
+            "PlanError: memory: rank 1 has 2000000000 bytes, but rank 0 has 1000000000 bytes",
+            marks=pytest.mark.slow,
+        ),
         ("other cluster", "PlanError: cluster: rank 1 has "),
         ("compressed file", "plan.yaml: its semantics are 'compressed'; allowed: a hybrid plan"),
-        ("relaxed file", "plan.yaml: its semantics are 'relaxed'; allowed: a hybrid plan"),
-        ("served file", "plan.yaml: its servers step; allowed: a hybrid plan"),
-        ("other file", "PlanError: plan: rank 1 has "),
+        pytest.param(
+            "relaxed file",
+            "plan.yaml: its semantics are 'relaxed'; allowed: a hybrid plan",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("served file", "plan.yaml: its servers step; allowed: a hybrid plan", marks=pytest.mark.slow),
+        pytest.param("other file", "PlanError: plan: rank 1 has ", marks=pytest.mark.slow),
         ("buffer size", "PlanError: model: buffer 'own': shape is [2000] on rank 1, and [1000] on rank 0"),
-        (
+        pytest.param(
             "buffer dtype",
             "PlanError: model: buffer 'own': dtype is torch.float64 on rank 1, and torch.float32 on rank 0",
+            marks=pytest.mark.slow,
         ),
         ("data", "AutoSyncError: on rank 1 only: ValueError: the disk is gone"),
     ],

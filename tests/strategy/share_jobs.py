@@ -32,6 +32,8 @@ from lightning_autosync.strategy.shares.batch_shares import BatchShares
 
 FEATURES, CLASSES = 6, 3
 SHARES = (1, 1, 2, 4)
+EPOCHS = 9
+"""Of trainings that are compared."""
 SAMPLES = 82
 """Of global batches of 16, the last one has 2 samples: ranks 0 and 1 get none of them."""
 BATCH = 4
@@ -158,8 +160,8 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 def trainer_against_one_process(framework: str = "lightning.pytorch", **strategy: Any) -> dict[str, float]:
     module = make_module(framework)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    fit(module, framework, strategy, max_epochs=17, **options)
-    reference = one_process(17, 2, 0.5)
+    fit(module, framework, strategy, max_epochs=EPOCHS, **options)
+    reference = one_process(EPOCHS, 2, 0.5)
     return {"distance": distance(module.network, reference), "moved": distance(reference, network())}
 
 
@@ -178,7 +180,7 @@ def fabric_against_one_process(plain_backward: bool) -> dict[str, float]:
     model = network()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     loader = fabric.setup_dataloaders(DataLoader(Numbered(), BATCH, shuffle=True))
-    for _ in range(17):
+    for _ in range(EPOCHS):
         for index, (_, inputs, labels) in enumerate(loader):
             steps = (index + 1) % 2 == 0 or index + 1 == len(loader)
             with fabric.no_backward_sync(wrapped, enabled=not steps):
@@ -189,7 +191,7 @@ def fabric_against_one_process(plain_backward: bool) -> dict[str, float]:
                 optimizer.step()
                 optimizer.zero_grad()
     fabric.strategy.teardown()
-    reference = one_process(17, 2, 0.5)
+    reference = one_process(EPOCHS, 2, 0.5)
     return {"distance": distance(model, reference), "moved": distance(reference, network())}
 
 

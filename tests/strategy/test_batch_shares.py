@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import share_jobs
 from share_jobs import SAMPLES
+from sweeps import sweep
+
+OTHER = {"framework": "pytorch_lightning", "plan": "ps"}
 
 
-@pytest.mark.parametrize("options", [{"overlap": "step"}, {"framework": "pytorch_lightning", "plan": "ps"}], ids=str)
+@pytest.mark.parametrize("options", sweep([{"overlap": "step"}, OTHER], [{"overlap": "step"}]), ids=str)
 def test_a_trainer_equals_one_process(quartet, options: dict[str, str]) -> None:
     for found in quartet.run(share_jobs.trainer_against_one_process, **options):
         assert found["distance"] < 1e-6 < 0.1 < found["moved"]
@@ -19,7 +22,7 @@ def test_a_job_that_tries_other_plans_equals_one_process(quartet) -> None:
         assert found["switches"] > 5
 
 
-@pytest.mark.parametrize("plain_backward", [True, False], ids=["loss.backward", "fabric.backward"])
+@pytest.mark.parametrize("plain_backward", sweep([True, False], [True]), ids=["loss.backward", "fabric.backward"])
 def test_fabric_equals_one_process(quartet, plain_backward: bool) -> None:
     for found in quartet.run(share_jobs.fabric_against_one_process, plain_backward=plain_backward):
         assert found["distance"] < 1e-6 < 0.1 < found["moved"]
@@ -67,7 +70,7 @@ def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, argu
         assert not found["lost"]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", sweep(["forward", "backward"], ["backward"]))
 def test_a_rank_without_memory_computes_in_parts_and_gets_a_smaller_share(quartet, where: str) -> None:
     for found in quartet.run(share_jobs.runs_out_of_memory, where=where):
         assert found["distance"] < 1e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import divergence_jobs
 import pytest
+from sweeps import crossed
 
 PLANS = [{}, {"plan": "all_reduce"}, {"plan": "packed_trees"}]
 A_MESSAGE_EACH = {"plan": "all_reduce", "bucket_cap_mb": 1e-6}
@@ -12,22 +13,20 @@ WAYS = [*PLANS, A_MESSAGE_EACH, {"static_graph": True}]
 FABRIC_WAYS = [*PLANS, {"plain_backward": True}, {"evaluating": True}]
 
 
-@pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize("change", ["replace", "add_layer", "freeze", "assign"])
+@pytest.mark.parametrize(("change", "strategy"), crossed(["replace", "add_layer", "freeze", "assign"], WAYS))
 def test_parameters_that_change_on_all_ranks_are_followed(duo, change: str, strategy: dict[str, str]) -> None:
     assert duo.run(divergence_jobs.change, name=change, where=[0, 1], **strategy) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("strategy", [*PLANS, A_MESSAGE_EACH])
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("replace", "parameter 'head.weight' was replaced by another tensor on rank 1, but not on rank 0"),
-        ("add_layer", "parameter 'body.weight' exists on rank 0, but not on rank 1"),
-        ("freeze", "parameter 'head.bias': requires_grad is False on rank 1, and True on rank 0"),
-        ("assign", "parameter 'body.weight' was replaced by another tensor on rank 1, but not on rank 0"),
-    ],
-)
+ON_ONE_RANK = [
+    ("replace", "parameter 'head.weight' was replaced by another tensor on rank 1, but not on rank 0"),
+    ("add_layer", "parameter 'body.weight' exists on rank 0, but not on rank 1"),
+    ("freeze", "parameter 'head.bias': requires_grad is False on rank 1, and True on rank 0"),
+    ("assign", "parameter 'body.weight' was replaced by another tensor on rank 1, but not on rank 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected", "strategy"), crossed(ON_ONE_RANK, [*PLANS, A_MESSAGE_EACH]))
 def test_parameters_that_change_on_one_rank_are_an_error_on_all(duo, change, expected, strategy) -> None:
     found = duo.run(divergence_jobs.change, name=change, where=[1], **strategy)
     assert found[0] == found[1]
@@ -41,37 +40,34 @@ def test_buffers_that_change_on_all_ranks_are_followed_as_with_ddp(duo, change: 
     assert ours[0] == ours[1]
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize(
-    ("change", "buffer", "changed", "before"),
-    [
-        ("new_buffer", "late", "torch.float64 of shape [3]", "missing"),
-        ("longer_buffer", "mark", "torch.float32 of shape [7]", "torch.float32 of shape [5]"),
-        ("no_buffer", "mark", "missing", "torch.float32 of shape [5]"),
-    ],
-)
+BUFFERS = [
+    ("new_buffer", "late", "torch.float64 of shape [3]", "missing"),
+    ("longer_buffer", "mark", "torch.float32 of shape [7]", "torch.float32 of shape [5]"),
+    ("no_buffer", "mark", "missing", "torch.float32 of shape [5]"),
+]
+
+
+@pytest.mark.parametrize(("change", "buffer", "changed", "before", "odd"), crossed(BUFFERS, [0, 1]))
 def test_buffers_that_change_on_one_rank_are_an_error_on_all(duo, change, buffer, changed, before, odd) -> None:
     first, second = (changed, before) if odd == 0 else (before, changed)
     for error in duo.run(divergence_jobs.change_buffers, name=change, where=[odd]):
         assert f"model: buffer '{buffer}' is {second} on rank 1 and {first} on rank 0. " in error
 
 
-@pytest.mark.parametrize("strategy", FABRIC_WAYS)
-@pytest.mark.parametrize("change", ["assign_in_place", "new_head", "freeze"])
+@pytest.mark.parametrize(("change", "strategy"), crossed(["assign_in_place", "new_head", "freeze"], FABRIC_WAYS))
 def test_parameters_that_change_on_all_ranks_are_followed_under_fabric(duo, change: str, strategy) -> None:
     assert duo.run(divergence_jobs.change_under_fabric, name=change, where=[0, 1], **strategy) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("strategy", FABRIC_WAYS)
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("assign_in_place", "PlanError: model: parameter 'body.weight' was replaced by another tensor on rank 1"),
-        ("new_head", "PlanError: model: parameter 'head.weight' was replaced by another tensor on rank 1"),
-        ("freeze", "PlanError: model: parameter 'head.bias': requires_grad is False on rank 1"),
-        ("weight", "ExchangeError: replicas differ: the weights of 'head.bias' on rank 1 differ from those on rank 0"),
-    ],
-)
+UNDER_FABRIC = [
+    ("assign_in_place", "PlanError: model: parameter 'body.weight' was replaced by another tensor on rank 1"),
+    ("new_head", "PlanError: model: parameter 'head.weight' was replaced by another tensor on rank 1"),
+    ("freeze", "PlanError: model: parameter 'head.bias': requires_grad is False on rank 1"),
+    ("weight", "ExchangeError: replicas differ: the weights of 'head.bias' on rank 1 differ from those on rank 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected", "strategy"), crossed(UNDER_FABRIC, FABRIC_WAYS))
 def test_what_changes_on_one_rank_is_an_error_on_all_under_fabric(duo, change, expected, strategy) -> None:
     found = duo.run(divergence_jobs.change_under_fabric, name=change, where=[1], check_replicas=5, **strategy)
     assert found[0] == found[1]
@@ -156,8 +152,7 @@ def test_a_new_part_trains_while_others_are_frozen_in_turn(duo, strategy) -> Non
     assert duo.run(divergence_jobs.new_head_in_turn, **strategy) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("plan", [None, "all_reduce", "packed_trees"])
+@pytest.mark.parametrize(("plan", "as_view"), crossed([None, "all_reduce", "packed_trees"], [False, True]))
 def test_a_gradient_of_one_rank_is_the_mean_when_another_part_begins_to_train(duo, plan, as_view: bool) -> None:
     arguments = {"plan": plan, "gradient_as_bucket_view": as_view}
     assert duo.run(divergence_jobs.unused_when_changed, **arguments) == [[0.5, 0.5, 1.0]] * 2

@@ -9,6 +9,7 @@ import drop_in_jobs
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from sweeps import crossed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,8 +22,9 @@ def both(duo, **job) -> tuple[list[list[float]], list[list[float]]]:
     return ours, theirs
 
 
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("job", ["Records", "Manual", "Accumulates", "Hooked", "Ignoring"])
+@pytest.mark.parametrize(
+    ("job", "average"), crossed(["Records", "Manual", "Accumulates", "Hooked", "Ignoring"], [False, True])
+)
 def test_a_job_sees_what_it_sees_under_ddp(duo, job: str, average: bool) -> None:
     ours, theirs = both(duo, job=job, average=average)
     assert [pytest.approx(seen, abs=1e-6) for seen in theirs] == ours

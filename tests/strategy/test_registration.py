@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 
+import forked
 import pytest
 from lightning.fabric import Fabric
 
@@ -34,6 +35,18 @@ from lightning_autosync import AutoSyncStrategy, SyncPlan, ClusterSpec, builders
 tools = {'dgl', 'optuna', 'hydra', 'matplotlib'} & (set(sys.modules) - before)
 assert not tools, tools
 """
+FORGOTTEN = """
+import sys
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+for name in {names!r}:
+    StrategyRegistry.pop(name, None)
+    STRATEGY_REGISTRY.pop(name, None)
+packages = ('lightning_autosync', 'dgl', 'optuna', 'hydra', 'matplotlib')
+for name in [name for name in sys.modules if name.partition('.')[0] in packages]:
+    del sys.modules[name]
+"""
+"""Makes a process that has imported the package and the tools one that has imported Lightning alone."""
 ORDERS = {
     "lightning first, and training imports no tools": LIGHTNING_FIRST,
     "autosync first": "import lightning_autosync",
@@ -46,9 +59,15 @@ def run(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "order", [next(iter(ORDERS)), *(pytest.param(one, marks=pytest.mark.slow) for one in [*ORDERS][1:])]
-)
+def test_names_are_registered_where_lightning_is_there_and_training_imports_no_tools() -> None:
+    names = list(STRATEGIES)
+    script = FORGOTTEN.format(names=names) + LIGHTNING_FIRST + CHECK.format(names=names)
+    done = forked.run([sys.executable, "-c", script], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
 def test_names_are_registered_in_any_order_of_imports(order: str) -> None:
     run(f"{ORDERS[order]}\n{CHECK.format(names=list(STRATEGIES))}")
 

@@ -12,6 +12,7 @@ import relaxed_jobs
 import torch
 import torch.distributed as dist
 from models import one_cycle
+from sweeps import sweep
 
 from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.errors import DocumentError, ExchangeError, PlanError
@@ -37,12 +38,12 @@ def test_ranks_end_equal_and_have_learned(duo, mode: str) -> None:
         assert found["last"] < found["first"]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", sweep([0.0, 0.9], [0.9]))
 def test_servers_that_wait_for_all_are_ddp(duo, momentum: float) -> None:
     assert max(duo.run(relaxed_jobs.against_ddp, consistency=MODES["served"], momentum=momentum)) < 1e-5
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", sweep([1, 2], [2]))
 def test_buffers_follow_rank_0_where_servers_wait_for_all(duo, accumulated: int) -> None:
     # Cumulative statistics: every forward pass counts, and a counter that is set back shows. After the last step DDP
     # leaves the other ranks' buffers as they are.
@@ -68,7 +69,7 @@ def test_a_loader_that_cannot_be_dealt_out_is_named(duo) -> None:
     assert not any(text.startswith("train_dataloader") for text in second)
 
 
-@pytest.mark.parametrize("mode", ["partial reduce", "asynchronous"])
+@pytest.mark.parametrize("mode", sweep(["partial reduce", "asynchronous"], ["asynchronous"]))
 def test_a_rank_that_comes_late_to_a_pass_still_gets_a_batch_and_validates(duo, mode: str) -> None:
     # By the time rank 1 asks, rank 0 has asked for both batches.
     arguments = {"learner": {"late": 0.3}, "samples": 8, "max_epochs": 3}
@@ -92,7 +93,12 @@ def test_schedules_follow_the_progress_of_the_job_and_not_a_ranks_own_steps(duo)
 
 
 @pytest.mark.parametrize(
-    ("mode", "accumulated", "steps"), [("partial reduce", 1, 12), ("asynchronous", 2, 6), ("bounded staleness", 1, 12)]
+    ("mode", "accumulated", "steps"),
+    [
+        ("partial reduce", 1, 12),
+        ("asynchronous", 2, 6),
+        pytest.param("bounded staleness", 1, 12, marks=pytest.mark.slow),
+    ],
 )
 def test_schedules_can_be_made_for_the_steps_of_a_training(duo, mode: str, accumulated: int, steps: int) -> None:
     arguments = {"learner": {"cycle": True}, "max_epochs": 2, "accumulate_grad_batches": accumulated}
@@ -112,7 +118,7 @@ def last_rates(steps: int) -> list[float]:
     return schedule.get_last_lr()
 
 
-@pytest.mark.parametrize("when", ["step", "end of batch"])
+@pytest.mark.parametrize("when", sweep(["step", "end of batch"], ["end of batch"]))
 def test_servers_that_wait_for_all_answer_reductions_in_each_step(duo, when: str) -> None:
     for found in duo.run(relaxed_jobs.train, consistency=MODES["served"], learner={"log": when}):
         assert found["apart"] == 0.0
@@ -124,7 +130,7 @@ def test_a_checkpoint_resumes_the_same_trajectory(duo, tmp_path, mode: str) -> N
     assert max(distances) < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["partial reduce", "asynchronous"])
+@pytest.mark.parametrize("mode", sweep(["partial reduce", "asynchronous"], ["asynchronous"]))
 def test_ranks_that_drift_resume_equal_and_go_on_learning(duo, tmp_path, mode: str) -> None:
     for found in duo.run(relaxed_jobs.resume_drifting, folder=str(tmp_path), consistency=MODES[mode]):
         assert found["apart"] == 0.0
@@ -155,14 +161,14 @@ def test_a_checkpoint_of_another_version_is_refused(duo, tmp_path) -> None:
         assert "PlanError: checkpoint: its state is 'autosync-relaxed/1', but this version reads" in error
 
 
-@pytest.mark.parametrize("mode", ["partial reduce", "asynchronous"])
+@pytest.mark.parametrize("mode", sweep(["partial reduce", "asynchronous"], ["partial reduce"]))
 def test_collectives_are_answered_wherever_all_ranks_come(duo, tmp_path, mode: str) -> None:
     for found in duo.run(relaxed_jobs.everywhere, folder=str(tmp_path), consistency=MODES[mode]):
         assert found["apart"] == 0.0
         assert found["kept"] == 2
 
 
-@pytest.mark.parametrize("mode", ["local SGD", "bounded staleness"])
+@pytest.mark.parametrize("mode", sweep(["local SGD", "bounded staleness"], ["bounded staleness"]))
 def test_checkpoints_and_validation_inside_an_epoch_of_equal_shares(duo, tmp_path, mode: str) -> None:
     for found in duo.run(relaxed_jobs.inside, folder=str(tmp_path), consistency=MODES[mode]):
         assert found["apart"] == 0.0
@@ -250,7 +256,15 @@ def test_servers_do_not_clip_each_gradient_for_itself(duo) -> None:
         assert "PlanError: gradient_clip_val: 0.5" in error
 
 
-@pytest.mark.parametrize("case", REFUSED)
+# Relatives of others.
+LONG = (
+    "reduction after a step by hand", "reduction after a batch of equal shares", "a share of a rank's own batches",
+    "reduction after a batch that servers count", "a collective of its own after a batch", "replacing",
+    "a least number of a rank's own steps", "validation after each batch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sweep(REFUSED, [case for case in REFUSED if case not in LONG]))
 def test_what_would_deadlock_is_refused(duo, case: str) -> None:
     arguments, expected = REFUSED[case]
     errors = duo.run(relaxed_jobs.attempt, **{"consistency": MODES["partial reduce"], **arguments})

@@ -6,6 +6,7 @@ from typing import Any
 
 import jobs
 import pytest
+from sweeps import sweep
 
 PAIR = {"format": "autosync-cluster/1", "name": "pair", "uniform": {"nodes": 2, "bandwidth": "1 Gbit/s"}}
 
@@ -48,7 +49,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Relatives of others, and what test_overlap.py, test_job_tuning.py or test_parity.py runs by other plans.
+LONG = (
+    "clipping by value", "bf16-true", "unused, accumulation", "buffers, accumulation", "activation checkpoints",
+    "two optimizers, accumulation", "two optimizers, untoggled", "compiled part", "freezing", "tied",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sweep(CASES, [case for case in CASES if case not in LONG]))
 def test_equals_ddp(duo, case: str) -> None:
     for found in duo.run(jobs.compare, **CASES[case]):
         assert found["distance"] < 1e-6
@@ -96,7 +104,7 @@ def test_large_tables_travel_by_rows(duo) -> None:
         assert sorted(rows)[-1] == 5000
 
 
-@pytest.mark.parametrize("compressor", [None, "int8", "powersgd"])
+@pytest.mark.parametrize("compressor", sweep([None, "int8", "powersgd"], [None, "powersgd"]))
 def test_resumed_training_equals_uninterrupted(duo, tmp_path, compressor: str | None) -> None:
     for found in duo.run(jobs.resume, folder=str(tmp_path), plan=compressor):
         assert found["distance"] < 1e-6

@@ -268,8 +268,16 @@ def test_a_sweep_over_something_else_is_refused(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (("hydra/sweeper/sampler=tpe", "hydra.sweeper.n_trials=2"), "hydra.sweeper.direction: missing"),
-        (("hydra/sweeper/sampler=tpe", "hydra.sweeper.direction=minimize"), "hydra.sweeper.n_trials: missing"),
-        (("hydra.sweeper.direction=least",), r"hydra.sweeper.direction: ['least']: allowed: minimize, maximize"),
+        pytest.param(
+            ("hydra/sweeper/sampler=tpe", "hydra.sweeper.direction=minimize"),
+            "hydra.sweeper.n_trials: missing",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("hydra.sweeper.direction=least",),
+            "hydra.sweeper.direction: ['least']: allowed: minimize, maximize",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, line: tuple[str, ...], message: str) -> None:

@@ -33,7 +33,7 @@ from lightning_autosync.documents import Document, read_data
 from lightning_autosync.errors import AutoSyncError
 
 OWN = (AutoSyncError, SweepError)
-SHORT, LONG = 100, 20_000
+SHORT, LONG = 60, 20_000
 """Mutations of all kinds together."""
 MOST_SECONDS = 30
 """Of processor time for one document."""

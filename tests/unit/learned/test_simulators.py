@@ -17,6 +17,7 @@ import pytest
 import torch
 from learned_samples import CONSTANTS, drawn, plan_of, star, workload
 from safetensors.torch import load, save
+from sweeps import SHARE
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.lab.fitting.comparison import SimulatorAccuracy
@@ -37,7 +38,7 @@ from lightning_autosync.plan import builders, topologies
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.plan.topologies.star import Star
 
-QUICK = Training(epochs=30, least_steps=0, learning_rate=4e-3, batch=32)
+QUICK = Training(epochs=max(10, round(SHARE * 30)), least_steps=0, learning_rate=4e-3, batch=32)
 LEARNED = [name for name in SIMULATORS if name != "replay"]
 
 

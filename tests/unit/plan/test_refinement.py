@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from sweeps import sweep
 from test_space import CLUSTERS, MIXED
 
 from lightning_autosync.cluster import ClusterSpec
@@ -56,7 +57,10 @@ def test_moves_lead_to_sound_plans(name: str, semantics: str) -> None:
     assert compiled > 0.8 * drawn
 
 
-@pytest.mark.parametrize("builder", ["all_reduce", "ps_load_balancing", "hierarchical", "packed_trees", "parallax"])
+BUILDERS = ["all_reduce", "ps_load_balancing", "hierarchical", "packed_trees", "parallax"]
+
+
+@pytest.mark.parametrize("builder", sweep(BUILDERS, ["all_reduce", "packed_trees"]))
 def test_what_is_drawn_is_a_neighbour(builder: str) -> None:
     workload, cluster = catalogue.build("resnet50"), CLUSTERS["racks"]
     plan = builders.build(builder, workload, cluster)

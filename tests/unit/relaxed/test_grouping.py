@@ -10,7 +10,7 @@ import networkx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sweeps import examples
+from sweeps import crossed, examples
 
 from lightning_autosync.lab.convergence.isolation import SimulatedGroups, simulate
 from lightning_autosync.relaxed.grouping import (
@@ -74,8 +74,7 @@ def _unconnected_windows(found: SimulatedGroups, count: int) -> int:
 SETTINGS = ["equal", "identical", "one 4x slower", "random pauses", "half 2x slower"]
 
 
-@pytest.mark.parametrize(("size", "count"), itertools.product([2, 3, 4], [4, 8]))
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "size", "count"), crossed(SETTINGS, [*itertools.product([2, 3, 4], [4, 8])]))
 def test_every_window_of_twice_the_bound_connects_all_workers(setting: str, size: int, count: int) -> None:
     found = simulate(Grouping(size), _workers(setting, count), GROUPS, EXCHANGE)
     assert _unconnected_windows(found, count) == 0

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from disks import read_only, small_disk
 from priced_session import PricedSession
+from sweeps import sweep
 from test_tuning_interruptions import with_session
 from tuning_world import World, configuration
 
@@ -105,7 +106,7 @@ def test_a_sweep_whose_disk_is_full(tmp_path):
         assert "No space left on device" in finished.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("temporary", [True, False])
+@pytest.mark.parametrize("temporary", sweep([True, False], [True]))
 def test_the_best_plan_is_printed_and_kept_where_it_can_be(temporary, tmp_path, monkeypatch, capsys):
     world, run = World(tmp_path / "world"), tmp_path / "run"
     with_session(monkeypatch, world, PricedSession(world.price))

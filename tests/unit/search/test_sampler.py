@@ -88,7 +88,7 @@ def test_no_plan_is_proposed_twice_and_failed_ones_never_again() -> None:
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=1, **SMALL))
     studies.enqueue_baselines(study, SPACE)
     signatures = []
-    for number in range(40):
+    for number in range(26):
         trial = study.ask()
         plan = SPACE.plan(studies.suggest(trial, SPACE))
         signatures.append(signature(plan))
@@ -255,9 +255,9 @@ def test_of_many_sources_only_so_much_is_looked_at() -> None:
 
 def test_threads_share_a_sampler() -> None:
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
-    study.optimize(lambda trial: seconds(SPACE.plan(studies.suggest(trial, SPACE))), n_trials=16, n_jobs=4)
+    study.optimize(lambda trial: seconds(SPACE.plan(studies.suggest(trial, SPACE))), n_trials=8, n_jobs=4)
     plans = {signature(SPACE.plan(trial.params)) for trial in study.trials}
-    assert len(plans) == 16
+    assert len(plans) == 8
 
 
 def test_a_copy_draws_the_same_until_it_is_reseeded() -> None:

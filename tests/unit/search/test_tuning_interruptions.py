@@ -21,6 +21,7 @@ from locks import held_elsewhere
 from omegaconf import OmegaConf
 from optuna.trial import TrialState
 from priced_session import PricedSession
+from sweeps import sweep
 from tuning_world import World, configuration
 
 from lightning_autosync.cli import tune as verb
@@ -304,7 +305,10 @@ def test_a_builder_that_was_given_up_beside_a_faster_plan_may_still_be_the_best_
     assert given_up["builder"] == found["opponents"]["builder"]["name"] == asked[0]["plans"][0]
 
 
-@pytest.mark.parametrize("search", [{"sampler": "horovod"}, {"sampler": "random"}, {"baselines": False}])
+SEARCHES = [{"sampler": "horovod"}, {"sampler": "random"}, {"baselines": False}]
+
+
+@pytest.mark.parametrize("search", sweep(SEARCHES, [{"baselines": False}]))
 def test_every_sampler_has_the_same_opponents(search, tmp_path, monkeypatch):
     world = World()
     asked = with_session(monkeypatch, world, PricedSession(world.price))
