@@ -30,15 +30,19 @@ PRELOADED = [
     "torch._dynamo",
     "lightning.pytorch",
     "lightning_autosync.relaxed.factory",
-    *(f"lightning_autosync.cli.{verb}" for verb in VERBS),
+    "lightning_autosync.cli.tune",
     "hydra._internal.hydra",
     "sklearn.datasets",
+]
+"""What the server imports; who adds to it does so before the first process."""
+FURTHER = [
+    *(f"lightning_autosync.cli.{verb}" for verb in VERBS),
     "matplotlib.backends.backend_svg",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "tests.warm_replay",
 ]
-"""What the server imports; who adds to it does so before the first process."""
+"""What it imports, too, if all tests are to use it."""
 _LAUNCHERS = [
     "lightning_autosync.measure.workers.process",
     "lightning.fabric.strategies.launchers.subprocess_script",
@@ -98,8 +102,8 @@ def context() -> ForkServerContext:
 
 
 def start_server() -> None:
-    """Start the server now. Forks of this process use it, too."""
-    context()
+    """Start the server now, for all tests. Forks of this process use it, too."""
+    context().set_forkserver_preload([*PRELOADED, *FURTHER])
     forkserver.ensure_running()
     os.register_at_fork(after_in_child=_keep_server)
 

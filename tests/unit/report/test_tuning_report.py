@@ -79,9 +79,16 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(kept: Path) -> Page:
-    write_report(TuningRun.load(kept), kept / "report.html")
-    return Page((kept / "report.html").read_text())
+def told(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the verb leaves of the run."""
+    directory = tmp_path_factory.mktemp("report")
+    report({"run": str(kept), "runs": None, "file": str(directory / "it.html")}, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def page(told: Path) -> Page:
+    return Page((told / "it.html").read_text())
 
 
 @pytest.fixture
@@ -313,10 +320,9 @@ def test_a_wrong_comparison_is_named(changed: Changed, edit: Edit, message: str)
         _ = run.final
 
 
-def test_the_verb_writes_the_report_beside_the_run_and_sums_up(kept: Path, tmp_path: Path) -> None:
-    report({"run": str(kept), "runs": None, "file": str(tmp_path / "it.html")}, tmp_path)
-    assert (tmp_path / "it.html").read_text().startswith("<!DOCTYPE html>")
-    said = json.loads((tmp_path / "result.json").read_text())
+def test_the_verb_writes_the_report_and_sums_up(kept: Path, told: Path) -> None:
+    assert (told / "it.html").read_text().startswith("<!DOCTYPE html>")
+    said = json.loads((told / "result.json").read_text())
     assert said["format"] == "autosync-report/1"
     (row,) = said["runs"]
     assert row["trials"] == 50
