@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
@@ -122,7 +123,7 @@ def _of_ddp(workload: Workload, cluster: ClusterSpec, constants: Constants, ddp:
     return sorted(prices, key=lambda price: price.seconds)
 
 
-def _bucket_sizes(cap: BucketCap) -> dict[str, int]:
+def _bucket_sizes(cap: BucketCap) -> dict[str, Any]:
     """Arguments of `all_reduce`. If its user gives DDP a size, the first bucket has this size, too."""
     if cap == "default":
         return {}
