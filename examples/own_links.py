@@ -75,7 +75,7 @@ print(plans[0].plan.describe(describe(Digits())))
 # ## 3. Measure the plan beside DDP
 #
 # `autosync bench launch=emulated cluster=links.yaml model=imported model._target_=digits.Digits
-# +model.data._target_=digits.DigitsData contenders=[] +contenders.best.plan=plan.yaml`. Contenders take turns.
+# +model.data._target_=digits.DigitsData +contenders.best.plan=plan.yaml`. Contenders take turns.
 
 # %%
 result = run_bench(
