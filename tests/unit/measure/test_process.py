@@ -52,3 +52,15 @@ def test_a_worker_that_takes_no_order_is_told_in_time(gate: Path) -> None:
             worker.send(b"x" * 300_000 + b"\n", 0.0)
     finally:
         worker.end()
+
+
+@pytest.mark.parametrize(("parting", "status"), [(20.0, 7), (0.0, -9)])
+def test_only_a_command_with_a_worker_elsewhere_is_asked_to_end(parting: float, status: int) -> None:
+    """Like srun, which ends its task when it gets SIGTERM, and leaves it behind when it is killed."""
+    command = ["sh", "-c", """trap 'sleep 0.2; exit 7' TERM; echo '{"result": 0}'; while :; do sleep 0.05; done"""]
+    worker = WorkerProcess(0, command, dict(os.environ), parting=parting)
+    while worker.receive() is None:  # the trap is set now
+        pass
+    worker.prepare_end()
+    worker.end()
+    assert worker._process.returncode == status
