@@ -194,7 +194,7 @@ def _legend() -> list[Artist]:
         Patch(facecolor=color, hatch=_HATCHES[name], label=name, **look) for name, color in _COLORS.items()
     ]
     messages = (_WAITING, "message waits"), (_MOVING, "message moves")
-    return handles + [Patch(facecolor=color, label=label, **look) for color, label in messages]
+    return [*handles, *(Patch(facecolor=color, label=label, **look) for color, label in messages)]
 
 
 def _draw_messages(axis: Axes, timeline: Timeline, rows: Sequence[Row]) -> None:

@@ -79,7 +79,8 @@ def _history(measured: MeasuredSteps) -> Picture:
 
 
 def _timelines(report: TuningReport, view: PlanView) -> dict[str, Timeline]:
-    made, measured = {}, report.measured
+    made: dict[str, Timeline] = {}
+    measured = report.measured
     if measured is not None:
         made[f"measured on rank {measured.rank}"] = timeline_of(measured.schedule, [measured.trace], {})
     if view.prediction is not None:

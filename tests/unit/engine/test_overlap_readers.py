@@ -89,6 +89,20 @@ def test_gradients_read_before_the_step_are_sums(job: Job) -> None:
     assert reader.startswith("clip_grad_norm_ (clip_grad.py:")
 
 
+def test_each_function_that_reads_gradients_before_the_step_is_named_once(job: Job) -> None:
+    for _ in range(2):
+        job.backward()
+        nn.utils.clip_grad_norm_(job.module.parameters(), 1e9)
+        job.optimizer.step()
+        job.backward()
+        assert job.module[0].weight.grad is not None
+        job.optimizer.step()
+    assert [reader.split()[0] for reader in job.readers] == [
+        "clip_grad_norm_",
+        "test_each_function_that_reads_gradients_before_the_step_is_named_once",
+    ]
+
+
 def test_freezing_before_the_step_waits_for_the_sum(job: Job) -> None:
     job.backward()
     job.module.requires_grad_(False)
