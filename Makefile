@@ -3,8 +3,10 @@ PYTHON ?= python3.11
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+SPHINX := $(VENV)/.sphinx
+BUILD  := $(BIN)/python -m sphinx -W --keep-going -q
 
-.PHONY: demo test test-all parity lint clean
+.PHONY: demo test test-all parity lint docs docs-links clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -26,6 +28,18 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The site, in build/docs/index.html. A warning, such as a link that leads nowhere, is an error.
+docs: $(SPHINX)
+	$(BUILD) -b html -d build/doctrees docs build/docs
+
+# Links to other sites; needs the network.
+docs-links: $(SPHINX)
+	$(BUILD) -b linkcheck -d build/doctrees docs build/links
+
+$(SPHINX): $(READY) pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 # torch comes first and alone, so that the pinned build is there before anything else asks for it.
 $(READY): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -34,4 +48,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache

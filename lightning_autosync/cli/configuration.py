@@ -40,7 +40,7 @@ def help_text(verb: str, purpose: str) -> str:
     lines += textwrap.dedent(data.get("hydra", {}).get("help", {}).get("header", "")).strip().splitlines()[1:]
     for group, choice in defaults.items():
         lines += ["", f"{group}=OPTION (default: {'none' if choice is None else choice})"]
-        lines += [_option_line(directory / group / f"{option}.yaml") for option in _options(verb, group)]
+        lines += [_option_line(directory / group / f"{option}.yaml") for option in options_of(verb, group)]
     lines += ["", "keys:", *(f"  {line}" for line in _keys(text))]
     lines += ["", f"Keys of an option are set by GROUP.KEY=VALUE, and read in {directory}."]
     lines += ["--config-dir DIR adds options of your own: DIR/GROUP/OPTION.yaml."]
@@ -98,11 +98,11 @@ def _check_verb(verb: str, overrides: Sequence[str]) -> None:
         path = configuration_directory() / group / f"{option}.yaml"
         if path.is_file() and not _is_for(verb, path):
             others = _verbs_of(path)
-            allowed = ", ".join(_options(verb, group))
+            allowed = ", ".join(options_of(verb, group))
             raise DocumentError(f"{group}: '{option}' is only for {', '.join(others)}; allowed: {allowed}")
 
 
-def _options(verb: str, group: str) -> list[str]:
+def options_of(verb: str, group: str) -> list[str]:
     """The options of a group for the verb."""
     paths = sorted((configuration_directory() / group).glob("*.yaml"))
     return [path.stem for path in paths if _is_for(verb, path)]
@@ -174,7 +174,7 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         beside = set(error.options or ())
-        own = [name for name in _options(verb, group) if name in beside]
+        own = [name for name in options_of(verb, group) if name in beside]
         foreign = sorted(beside - {path.stem for path in (configuration_directory() / group).glob("*.yaml")})
         known = f"{group}: '{option}' is not known; allowed: {', '.join([*own, *foreign])}"
         return known + (f"; for a model of the catalogue, give workload={option}" if _is_workload(verb, option) else "")

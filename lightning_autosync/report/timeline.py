@@ -106,7 +106,7 @@ def timelines_figure(timelines: Mapping[str, Timeline], width: float, max_links:
     axes = figure.subplots(3, len(timelines), squeeze=False, height_ratios=ratios)
     longest = max(timeline.step_time for timeline in timelines.values())
     for column, (title, timeline) in enumerate(timelines.items()):
-        axes[0][column].set_title(f"{title}: {timeline.step_time * 1e3:.1f} ms", loc="left")
+        axes[0][column].set_title(f"{title}: {timeline.step_time * 1e3:.1f} ms", loc="left", pad=20)  # above the legend
         _draw_compute(axes[0][column], timeline)
         _draw_messages(axes[1][column], timeline, rows[title])
         _draw_links(axes[2][column], timeline, max_links)

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import re
 import shlex
+import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import forked
+import page_snippets
 import pytest
+import reference
 import yaml
+from page_snippets import FENCE
+from site_links import relinked
 
 import lightning_autosync
 from lightning_autosync import ClusterSpec, HybridPlan, SyncPlan
 from lightning_autosync.cli.application import VERBS
+from lightning_autosync.cli.arguments import with_names
 from lightning_autosync.cli.configuration import check_overrides
 from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.errors import DocumentError
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README_BYTES = 8000
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-COMMAND = re.compile(r"\bautosync ((?:\\\n|[^`\n|#\\])*)")
-VERB = re.compile(r"[a-z]+")
-EXPERIMENT = re.compile(r"\bexperiment=([\w.-]+)")
-PLACEHOLDER = "NAME"
+COMMAND = re.compile(r"\bautosync ([a-z]+)\b((?:\\\n|[^`\n|#\\])*)")
+IMPORT = re.compile(r"^from (lightning_autosync[\w.]*) import", re.MULTILINE)
 PROGRAM = re.compile(r"\bpython (?:-m )?((?:tests|lightning_autosync|examples)[./][\w./]+)")
-REPRODUCE = ROOT / "docs" / "reproduce.md"
 CONFIGURATION = {"defaults", "trainer"}
 """Keys of configurations for Hydra and for LightningCLI."""
+PLACEHOLDER = re.compile(r"[A-Z]+|\.\.\.")
+"""A value of an option group that stands for any option."""
 
 
 @pytest.fixture(params=PAGES, ids=NAMES)
@@ -40,14 +46,36 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return [text for found, text in FENCE.findall(page.read_text()) if found == language]
+    return [text for _, text in page_snippets.blocks(page, language)]
 
 
-def code(page: Path) -> list[str]:
-    """Everything that is set as code, in spans that end on their line or the next one, and in blocks."""
-    text = page.read_text()
-    spans = re.findall(r"`([^`]+)`", FENCE.sub("", text))
-    return [" ".join(span.split()) for span in spans] + blocks(page, "console")
+def spans(page: Path) -> list[str]:
+    """Text that is set as code within lines; a span may end on the next line."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCE.sub("", page.read_text()))]
+
+
+def commands(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Verb and arguments of each ``autosync VERB ...``, without arguments that stand for any option."""
+    groups = {group.name for group in configuration_directory().iterdir() if group.is_dir()}
+    for verb, rest in COMMAND.findall(text.replace("\\\n", " ")):
+        kept = []
+        for word in shlex.split(rest):
+            key, _, value = word.partition("=")
+            if word == "..." or (key in groups and PLACEHOLDER.fullmatch(value)):
+                continue
+            kept.append("cluster=four_equal" if key == "cluster" and value.endswith(".yaml") else word)
+        yield verb, tuple(kept)
+
+
+@cache
+def refusal(verb: str, arguments: tuple[str, ...]) -> str:
+    """Why Hydra cannot compose a command's configuration; empty if it can, and for a verb alone."""
+    try:
+        if arguments:
+            check_overrides(verb, with_names(verb, arguments))
+    except DocumentError as error:
+        return str(error)
+    return ""
 
 
 def anchors(page: Path) -> set[str]:
@@ -60,9 +88,16 @@ def test_the_readme_is_one_screen_long() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
 
 
-def test_the_readme_leads_to_every_page() -> None:
+def test_every_page_can_be_reached() -> None:
+    """README and the site's index have links to pages; the site's navigation has each page once."""
+    index = (ROOT / "docs/index.md").read_text()
     found = {target.partition("#")[0] for target in LINK.findall((ROOT / "README.md").read_text())}
-    assert {name for name in NAMES if name.startswith("docs/")} <= found
+    found |= {f"docs/{target.partition('#')[0]}" for target in LINK.findall(index)}
+    pages = {name for name in NAMES if name.startswith("docs/")} - {"docs/index.md"}
+    assert pages <= found
+    (*toctrees,) = (block for name, block in re.findall(r"^```{(toctree)}\n(.*?)^```$", index, re.M | re.S))
+    listed = [line for block in toctrees for line in block.splitlines() if re.fullmatch(r"[\w-]+", line)]
+    assert sorted(listed) == sorted(Path(name).stem for name in pages)
 
 
 def test_relative_links_lead_somewhere(page: Path) -> None:
@@ -76,55 +111,79 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(there), target
 
 
-def test_commands_exist(page: Path) -> None:
-    for text in code(page):
-        for rest in COMMAND.findall(text):
-            verb = VERB.match(rest)
-            assert verb is None or verb[0] in VERBS, rest
-
-
-def test_experiments_exist(page: Path) -> None:
-    shipped = {file.stem for file in (configuration_directory() / "experiment").glob("*.yaml")}
-    found = {name for text in code(page) for name in EXPERIMENT.findall(text)}
-    assert found - {PLACEHOLDER} <= shipped
+def test_hydra_can_compose_every_command(page: Path) -> None:
+    for text in blocks(page, "console"):
+        for verb, arguments in commands(text):
+            assert not refusal(verb, arguments), arguments
+    for span in spans(page):
+        for verb, arguments in commands(span):
+            assert verb in VERBS, span
+            found = refusal(verb, arguments)
+            assert not found or "missing; give each as" in found, span  # a span may leave out what the verb needs
 
 
 def test_programs_exist(page: Path) -> None:
-    for name in (found for text in code(page) for found in PROGRAM.findall(text)):
+    for name in PROGRAM.findall(page.read_text()):
         path = ROOT / name.removesuffix(".py").replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
-def test_commands_that_reproduce_papers_compose() -> None:
-    lines = (line for text in code(REPRODUCE) for line in text.replace("\\\n", " ").splitlines())
-    commands = [shlex.split(line) for line in lines if line.startswith("autosync ")]
-    assert {"bench", "collect", "converge", "fit", "tune", "validate"} <= {verb for _, verb, *_ in commands}
-    for _, verb, *words in commands:
-        check_overrides(verb, words)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
+    script = Path(page_snippets.__file__)
+    done = forked.run([sys.executable, script, page], cwd=tmp_path, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count(" ran\n") == len(blocks(page, "python"))
 
 
-def test_shipped_options_exist(page: Path) -> None:
-    """``cluster=NAME`` and other groups: a word in lower case is an option of the group, unless it is a file."""
-    groups = {group.name: {file.stem for file in group.glob("*.yaml")} for group in configuration_directory().iterdir()}
-    whole = (text.replace("\\\n", " ") for text in code(page))
-    for command in (found for text in whole for found in COMMAND.findall(text)):
-        for argument in shlex.split(command.replace("'", "")):
-            key, _, values = argument.partition("=")
-            for value in values.split(",") if key in groups else ():
-                if re.fullmatch(r"[a-z][a-z0-9_]*", value):
-                    assert value in groups[key], argument
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_page_of_a_verb_says_what_every_key_means(verb: str) -> None:
+    rows = re.findall(r"^\| `([\w.@]+)` \| (.+) \| (.+) \|$", reference.verb_page(verb, VERBS[verb]), re.MULTILINE)
+    data = yaml.safe_load((configuration_directory() / f"{verb}.yaml").read_text())
+    expected = {*data} - {"defaults", "hydra"}
+    assert expected <= {name.partition(".")[0] for name, _, _ in rows}
+    assert all(len(told) > 5 for _, _, told in rows)
 
 
-def test_python_snippets_compile_and_import_what_exists(page: Path) -> None:
-    for snippet in blocks(page, "python"):
-        for node in ast.walk(ast.parse(snippet)):
-            if isinstance(node, ast.Import):
-                for name in node.names:
-                    importlib.import_module(name.name)
-            elif isinstance(node, ast.ImportFrom):
-                assert node.module is not None
-                module = importlib.import_module(node.module)
-                assert not [name.name for name in node.names if not hasattr(module, name.name)]
+def test_keys_come_from_classes_with_defaults_from_files() -> None:
+    page = reference.verb_page("tune", "search")
+    assert "| `trial.min_steps` | `5` | " in page
+    assert (
+        "| `scheduling` | `batch` | The kernel's scheduling policy for all contenders. Allowed: `none`, `batch` |"
+        in page
+    )
+    assert "| `search` | `autosync` | [autosync](../options/search.md#searchautosync), " in page
+
+
+def test_the_site_has_every_option_and_every_public_name(tmp_path: Path) -> None:
+    (tmp_path / "old.md").touch()
+    reference.write_pages(tmp_path)
+    assert not (tmp_path / "old.md").exists()
+    for option in configuration_directory().glob("*/*.yaml"):
+        text = (tmp_path / f"options/{option.parent.name}.md").read_text()
+        assert f"## {option.parent.name}={option.stem}\n" in text
+    api = (tmp_path / "api/lightning_autosync.rst").read_text()
+    for name in set(lightning_autosync.__all__) - {"__version__", "builders"}:
+        assert f".. autoclass:: lightning_autosync.{name}\n" in api
+    described = "".join(path.read_text() for path in tmp_path.glob("api/*.rst"))
+    imported = {name for page in PAGES for text in blocks(page, "python") for name in IMPORT.findall(text)}
+    assert imported <= set(re.findall(r"^\.\. currentmodule:: (.*)$", described, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"),
+    [
+        ("[a](tuning.md#watch-it)", "[a](../tuning.md#watch-it)"),
+        ("[a](../SECURITY.md)", "[a](security.md)"),
+        ("[a](../conf/cluster/four_equal.yaml)", "[a](options/cluster.md#clusterfour_equal)"),
+        ("[a](../examples/fabric.py)", "[a](examples.md#fabricpy)"),
+        ("[a](../hydra_plugins)", "a"),
+        ("[a](https://x.y/z)", "[a](https://x.y/z)"),
+        ("```\n[a](tuning.md)\n```", "```\n[a](tuning.md)\n```"),
+    ],
+)
+def test_links_of_the_repository_lead_to_pages_of_the_site(link: str, expected: str) -> None:
+    assert relinked(link, ROOT / "docs", "generated/page.md") == expected
 
 
 def test_plans_and_clusters_are_valid(page: Path) -> None:
