@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-all parity lint clean
+.PHONY: demo test test-all parity versions lint clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -20,6 +20,10 @@ test-all: $(READY)
 parity: $(READY)
 	$(BIN)/python -m tests.parity
 
+# A short selection of tests on each supported Python, and with the lowest versions of all packages.
+versions:
+	$(PYTHON) tests/versions.py
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,4 +38,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

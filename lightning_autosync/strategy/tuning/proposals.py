@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,16 +13,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import counted
 from lightning_autosync.engine.collectives import broadcast_json
+from lightning_autosync.errors import MissingPackageError
 from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.description import check_cluster
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.selection import rank_plans
-from lightning_autosync.strategy.choice import LEAST_GAIN
+from lightning_autosync.strategy.choice import LEAST_GAIN, plans_by_formula
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import LARGEST_RATIO, Alternative
+from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload
 
 
@@ -99,13 +100,34 @@ def propose(
 ) -> tuple[Proposals | None, str]:
     """Search for plans on rank 0 while the others wait; collective.
 
+    Without numba the search is not possible, and plans are compared by formulas alone. The reason then says so.
+
     Returns:
         The plans; None with the reason if the search failed.
     """
     tuning = settings.tuning
     assert tuning is not None
+    found = _first_rank_result(lambda: _search(workload, links, settings, tuning), settings.timeout, group)
+    if "fault" in found:
+        rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
+        return None, found["fault"]
+    native = next(number for number, each in enumerate(found["plans"]) if each["origin"] == NATIVE)
+    alternatives = [_alternative(each, number == native) for number, each in enumerate(found["plans"])]
+    proposals = _ordered(alternatives, links, tuning.plans)
+    return replace(proposals, reason=f"{proposals.reason}{found['remark']}"), ""
 
-    def search() -> dict[str, Any]:
+
+def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
+    """Plans with their predicted times, fastest first, and a remark for the reason, as plain data."""
+    remark = ""
+    try:
+        # Late: numba takes long to import, and only rank 0 needs it.
+        from lightning_autosync.search.selection import rank_plans
+    except MissingPackageError as error:
+        by_formula = plans_by_formula(workload, links.cluster, settings.bucket_bytes)
+        found = sorted(((each.plan, each.seconds, each.builder) for each in by_formula), key=lambda each: each[1])
+        remark = f". These times are from formulas. {error}"
+    else:
         ranked = rank_plans(
             workload,
             links.cluster,
@@ -114,16 +136,9 @@ def propose(
             keep=tuning.plans + 1,
             bucket_bytes=settings.bucket_bytes,
         )
-        plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]
-        return {"plans": plans}
-
-    found = _first_rank_result(search, settings.timeout, group)
-    if "fault" in found:
-        rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
-        return None, found["fault"]
-    native = next(number for number, each in enumerate(found["plans"]) if each["origin"] == NATIVE)
-    alternatives = [_alternative(each, number == native) for number, each in enumerate(found["plans"])]
-    return _ordered(alternatives, links, tuning.plans), ""
+        found = [(each.plan, each.seconds, each.origin) for each in ranked]
+    plans = [{"plan": plan.to_dict(), "seconds": seconds, "origin": origin} for plan, seconds, origin in found]
+    return {"plans": plans, "remark": remark}
 
 
 def _first_rank_result(

@@ -384,7 +384,8 @@ def test_without_dgl_the_error_says_what_to_do(
     monkeypatch.setattr(sys, "meta_path", [type("Finder", (), {"find_spec": staticmethod(find)}), *sys.meta_path])
     simulator = LearnedEstimator("hetero", CONSTANTS, members=1)
     why = str(error).partition("\n")[0]
-    with pytest.raises(SimulatorError, match=rf"^dgl: cannot be imported \({why}\); .* pip install 'dgl") as raised:
+    message = rf"^dgl: cannot be imported \({why}\); .* pip install .lightning-autosync\[learn\]"
+    with pytest.raises(SimulatorError, match=message) as raised:
         simulator.fit(samples[:2])
     assert "\n" not in str(raised.value)
     LearnedEstimator("linear", CONSTANTS, training=Training(epochs=1, least_steps=0)).fit(samples[:2])
