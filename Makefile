@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-all parity versions lint clean
+.PHONY: demo test test-all parity versions minimal lint clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,10 @@ parity: $(READY)
 # A short selection of tests on each supported Python, and with the lowest versions of all packages.
 versions:
 	$(PYTHON) tests/versions.py
+
+# A job in a new environment with the package alone, without extras.
+minimal:
+	$(PYTHON) tests/versions.py 3.11-minimal
 
 lint: $(READY)
 	$(BIN)/ruff check .

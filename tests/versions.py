@@ -1,9 +1,9 @@
 """Runs a short selection of tests on each supported Python: ``python tests/versions.py [VERSION ...]``.
 
 Each version has a virtual environment of its own in ``.versions``, which is kept. ``3.10-lowest`` has the lowest
-versions that pyproject.toml allows of all packages; the others have the newest. An interpreter that is not installed is
-left out, and so is none that was named. torch comes from the index of CPU builds unless the environment variable
-``TORCH_INDEX`` names another one; with an empty one, it comes from where pip takes all packages.
+versions that pyproject.toml allows of all packages, and ``3.11-minimal`` has no extra and runs one job; the others have
+the newest versions of all packages. A Python that is not installed is left out, which is a failure if it was named. The
+environment variable ``TORCH_INDEX`` may name an index of CPU builds of torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VERSIONS = ("3.10-lowest", "3.10", "3.11", "3.12", "3.13")
-INDEX = "https://download.pytorch.org/whl/cpu"
+VERSIONS = ("3.10-lowest", "3.10", "3.11", "3.11-minimal", "3.12", "3.13")
+CONSTRAINTS = {"3.10-lowest": "constraints-lowest.txt", "3.11-minimal": "constraints.txt"}
 TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "jsonschema>=4.21"]
+JOB = "tests/strategy/minimal_job.py"
 TESTS = [
     "tests/unit/cluster/test_cluster_spec.py",
     "tests/unit/documents/test_documents.py",
@@ -51,12 +52,14 @@ def prepare(version: str, program: str) -> Path:
     if ready.exists():
         return python
     subprocess.run([program, "-m", "venv", folder], check=True)
-    lowest = ["-c", str(ROOT / "constraints-lowest.txt")] if version.endswith("-lowest") else []
-    index = os.environ.get("TORCH_INDEX", INDEX)
-    pip = [str(python), "-m", "pip", "install", "-q", *lowest]
+    pip = [str(python), "-m", "pip", "install", "-q"]
+    if version in CONSTRAINTS:
+        pip += ["-c", str(ROOT / CONSTRAINTS[version])]
+    index = os.environ.get("TORCH_INDEX")
     # torch comes first and alone, so that the CPU build is there before anything else asks for it.
     subprocess.run([*pip, "torch", *(["--extra-index-url", index] if index else [])], check=True)
-    subprocess.run([*pip, "-e", f"{ROOT}[all]", *TOOLS], check=True)
+    package = ["-e", str(ROOT)] if version.endswith("-minimal") else ["-e", f"{ROOT}[all]", *TOOLS]
+    subprocess.run([*pip, *package], check=True)
     ready.touch()
     return python
 
@@ -71,7 +74,8 @@ def run(version: str) -> str:
     except subprocess.CalledProcessError as error:
         return f"FAILED to install ({error})"
     start = time.monotonic()
-    done = subprocess.run([python, "-m", "pytest", "-q", "-m", "not slow", *TESTS], cwd=ROOT, check=False)
+    command = [JOB, os.devnull] if version.endswith("-minimal") else ["-m", "pytest", "-q", "-m", "not slow", *TESTS]
+    done = subprocess.run([python, *command], cwd=ROOT, check=False)
     return f"{'passed' if done.returncode == 0 else 'FAILED'} in {time.monotonic() - start:.0f} s"
 
 

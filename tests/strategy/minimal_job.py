@@ -23,7 +23,7 @@ def main() -> None:
     from models import Plain
 
     star = lightning_autosync.ClusterSpec.star(["400 Mbit/s", "100 Mbit/s"])
-    tuning = lightning_autosync.TuningSettings(probe=0, warm_up=0, cache=None)
+    tuning = lightning_autosync.TuningSettings(probe=0, cache=None)
     by_search = lightning_autosync.AutoSyncStrategy(cluster=star, tuning=tuning)
     told = {}
     for name, strategy in (("on one host", "autosync"), ("on two hosts", by_search)):
