@@ -18,20 +18,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("3.10-lowest", "3.10", "3.11", "3.11-minimal", "3.12", "3.13")
 CONSTRAINTS = {"3.10-lowest": "constraints-lowest.txt", "3.11-minimal": "constraints.txt"}
-TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "jsonschema>=4.21"]
+TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100", "jsonschema>=4.21"]
 JOB = "tests/strategy/minimal_job.py"
 TESTS = [
     "tests/unit/cluster/test_cluster_spec.py",
     "tests/unit/documents/test_documents.py",
     "tests/unit/engine/test_codecs.py",
-    "tests/unit/plan",
+    "tests/unit/plan/test_plans.py",
+    "tests/unit/plan/test_topologies.py",
     "tests/unit/replay/test_replay_by_hand.py",
-    "tests/unit/search/test_memory.py",
     "tests/unit/search/test_selection.py",
     "tests/unit/strategy",
     "tests/unit/test_missing_packages.py",
     "tests/unit/test_packaging.py",
-    "tests/unit/workload",
+    "tests/unit/workload/test_capture.py",
     "tests/strategy/test_choice.py",
     "tests/strategy/test_launch.py",
     "tests/strategy/test_minimal_install.py",

@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[1]
 FEATURES = {
     "Replay": ("The simulation of plans", "numba"),
     "page": ("The HTML page of a job", "markupsafe"),
-    "learned": ("A learned simulator", "safetensors"),
+    "learned": ("The simulation of plans", "numba"),
     "dataset": ("A dataset of measured plans", "pyarrow"),
     "digits": ("The data of digits", "sklearn"),
     "slurm": ("launch=slurm", "submitit"),
