@@ -35,8 +35,8 @@ class _Hides(MetaPathFinder):
         return PathFinder.find_distributions(context)
 
 
-def hide(packages: Collection[str] = tuple(EXTRAS)) -> None:
-    """Hide packages from this process from now on.
+def hide(packages: Collection[str] = (*EXTRAS, "transformers")) -> None:
+    """Hide packages from this process from now on; transformers is one that only tests install, and needs safetensors.
 
     Raises:
         AssertionError: one of them is imported already.

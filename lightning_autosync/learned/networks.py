@@ -49,7 +49,8 @@ def load_dgl() -> ModuleType:
 def _refusal(why: str) -> SimulatorError:
     return SimulatorError(
         f"dgl: {why}; 'attention' needs it, and so does the training of 'hetero': pip install "
-        '"lightning-autosync[learn]" (Python 3.11 or older), or use simulator=pretrained, linear, recurrent or replay'
+        '"lightning-autosync[learn]" (dgl>=1.1.3,<2; Python 3.11 or older), or use simulator=pretrained, linear, '
+        "recurrent or replay"
     )
 
 

@@ -404,7 +404,7 @@ def test_another_dgl_than_the_error_asks_for_is_refused(
     if good:
         assert load_dgl() is module
         return
-    with pytest.raises(SimulatorError, match=rf"^dgl: version {version} is not supported; .*'dgl>=1\.1\.3,<2'"):
+    with pytest.raises(SimulatorError, match=rf"^dgl: version {version} is not supported; .*\(dgl>=1\.1\.3,<2;"):
         load_dgl()
 
 
