@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 SPHINX := $(VENV)/.sphinx
 BUILD  := $(BIN)/python -m sphinx -W --keep-going -q
 
-.PHONY: demo test test-all parity lint docs docs-links clean
+.PHONY: demo test test-all parity versions minimal lint docs docs-links clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -21,6 +21,14 @@ test-all: $(READY)
 # Pairs of jobs under DDP and under AutoSync, with a table of how they ended.
 parity: $(READY)
 	$(BIN)/python -m tests.parity
+
+# A short selection of tests on each supported Python, and with the lowest versions of all packages.
+versions:
+	$(PYTHON) tests/versions.py
+
+# A job in a new environment with the package alone, without extras.
+minimal:
+	$(PYTHON) tests/versions.py 3.11-minimal
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -48,4 +56,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .versions build dist docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,26 @@
-"""The errors that the package raises."""
+"""The errors that the package raises, and the one for packages of extras that are not installed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EXTRAS = {
+    "dgl": "learn",
+    "hydra": "tune",
+    "jinja2": "report",
+    "markupsafe": "report",
+    "matplotlib": "report",
+    "numba": "tune",
+    "omegaconf": "tune",
+    "optuna": "tune",
+    "pandas": "learn",
+    "pyarrow": "learn",
+    "safetensors": "tune",
+    "sklearn": "tune",
+    "submitit": "slurm",
+}
+"""The extra of this package that installs each optional package, by the name under which Python imports that."""
 
 
 class AutoSyncError(Exception):
@@ -29,6 +49,10 @@ class PlanError(DocumentError):
 
 class EquivalenceError(PlanError):
     """A split model does not compute the same as the unsplit one, or the two cannot be compared."""
+
+
+class MissingPackageError(AutoSyncError, ImportError):
+    """An optional package is not installed; the message names the extra that installs it."""
 
 
 class TuningError(AutoSyncError, RuntimeError):
@@ -87,3 +111,24 @@ class GroupBroken(ExchangeError):  # noqa: N818 - an event, named as one
 
     def __reduce__(self) -> tuple[type[GroupBroken], tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         return type(self), (self.generation, self.members, self.lost, self.why)
+
+
+@contextmanager
+def needed_for(feature: str) -> Iterator[None]:
+    """A context for imports of optional packages.
+
+    Args:
+        feature: what cannot be done without them, as the subject of the message.
+
+    Raises:
+        MissingPackageError: one of `EXTRAS` is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        raise MissingPackageError(
+            f'{feature} needs {package}, which is not installed: pip install "lightning-autosync[{EXTRAS[package]}]"'
+        ) from None

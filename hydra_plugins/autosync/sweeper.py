@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.autosync import _config
 from hydra_plugins.autosync._config import SweepError, SweepInterrupted
+from lightning_autosync.errors import MissingPackageError, needed_for
 
 if TYPE_CHECKING:
     import optuna
@@ -70,8 +71,12 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        from hydra_plugins.autosync._space import read_space
-        from hydra_plugins.autosync._study import held, open_storage, write_record
+        try:
+            with needed_for("hydra/sweeper=autosync"):
+                from hydra_plugins.autosync._space import read_space
+                from hydra_plugins.autosync._study import held, open_storage, write_record
+        except MissingPackageError as error:
+            raise SweepError(str(error)) from None
 
         assert self.config is not None
         assert self.hydra_context is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_autosync import interrupts
-from lightning_autosync.errors import AutoSyncError, UnwritableError
+from lightning_autosync.errors import AutoSyncError, UnwritableError, needed_for
 
 VERBS = {
     "bench": "measure contenders side by side on this machine",
@@ -52,7 +52,8 @@ def main() -> None:
     sys.argv = [f"autosync {verb}", *sys.argv[2:]]
     logging.raiseExceptions = False  # else a full disk causes a traceback for each line of the log
     try:
-        run_verb(verb)
+        with needed_for("This command"):
+            run_verb(verb)
         _flush_output()
     except (AutoSyncError, OSError) as error:
         sys.exit(f"autosync {verb}: {_one_line(error)}")

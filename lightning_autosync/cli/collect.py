@@ -31,6 +31,8 @@ def collect(configuration: dict[str, Any], directory: Path) -> None:
         AutoSyncError: a setting is wrong, links cannot be emulated here, a file of the dataset is damaged, or too many
             plans failed.
     """
+    from lightning_autosync.learned.dataset import arrow  # noqa: F401 - an error before the first measurement
+
     settings = CollectionSettings.parse(configuration)
     constants = emulated_hosts(settings.constants, settings.cores)
     combinations = draw_combinations(settings)

@@ -62,7 +62,7 @@ def _outputs(data: dict[str, Any]) -> Iterator[str]:
 def _places(verb: str, groups: Collection[str]) -> Iterator[str]:
     """Where ranks run, for verbs with launches."""
     if "launch" in groups:
-        yield from ("Ranks run:", *(f"  {_PLACES[option]}: launch={option}" for option in _options(verb, "launch")))
+        yield from ("Ranks run:", *(f"  {_PLACES[option]}: launch={option}" for option in options_of(verb, "launch")))
 
 
 def check_overrides(verb: str, arguments: Sequence[str]) -> None:

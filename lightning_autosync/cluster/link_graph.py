@@ -6,14 +6,17 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import networkx
 import numpy
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
+
+if TYPE_CHECKING:
+    import networkx
 
 _SECONDS_RESOLUTION = 1e-12
 
@@ -156,6 +159,8 @@ class LinkGraph:
 
     def _paths_from(self, source: str) -> dict[str, tuple[int, ...]]:
         """The widest among the shortest paths to every place; ties are broken by lower channel indices."""
+        import networkx  # late: it takes long to import
+
         distance = networkx.single_source_dijkstra_path_length(self._graph, source)
         paths: dict[str, tuple[int, ...]] = {source: ()}
         for place in distance:  # Dijkstra's order, nearest first: paths to a place are final before they are extended
@@ -170,6 +175,8 @@ class LinkGraph:
 
     @cached_property
     def _graph(self) -> networkx.DiGraph:
+        import networkx
+
         graph = networkx.DiGraph()
         graph.add_nodes_from(self.places)
         graph.add_nodes_from(self.ends)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-import networkx
+import numpy
 from pydantic import Field, model_serializer, model_validator
-from pydantic.functional_serializers import SerializerFunctionWrapHandler
+from pydantic_core.core_schema import SerializerFunctionWrapHandler
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from lightning_autosync.cluster.shapes import MOST_NODES, MOST_RANKS, SHAPES, expand_short_form
 from lightning_autosync.cluster.units import Bytes, Rate, Seconds
@@ -128,10 +130,11 @@ def check_links(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[
 def check_connected(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
     """Raise ``ValueError`` if a node or a switch cannot be reached from the first node."""
     names = [*(node.name for node in nodes), *switches]
-    graph = networkx.Graph([(link.a, link.b) for link in links])
-    graph.add_nodes_from(names)
-    reached = networkx.node_connected_component(graph, names[0])
-    stranded = [name for name in names if name not in reached]
+    places = {name: place for place, name in enumerate(names)}
+    ends = numpy.array([(places[link.a], places[link.b]) for link in links], dtype=numpy.int32).reshape(-1, 2)
+    graph = coo_array((numpy.ones(len(ends)), ends.T), shape=(len(names), len(names)))
+    _, parts = connected_components(graph, directed=False)
+    stranded = [name for name, part in zip(names, parts, strict=True) if part != parts[0]]
     if stranded:
         raise ValueError(f"links: no path from '{names[0]}' to {', '.join(map(repr, stranded))}")
 

@@ -14,11 +14,10 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Count, Index, Record, describe_validation_error
+from lightning_autosync.errors import needed_for
 from lightning_autosync.learned.context import Context, Contexts
 from lightning_autosync.learned.dataset.sample import Sample
 from lightning_autosync.learned.examples import Examples, Keys
@@ -38,6 +37,10 @@ from lightning_autosync.learned.training import TUNING, Training, scores, train
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.workload import Workload
+
+with needed_for("A learned simulator"):
+    from safetensors import SafetensorError
+    from safetensors.torch import load, save
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]

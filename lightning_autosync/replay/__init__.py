@@ -1,13 +1,21 @@
-"""Predicts step times without a cluster: the replay of schedules."""
+"""Predicts step times without a cluster: the replay of schedules.
+
+`Replay` and `warm_up` are imported on first use: they need numba, which takes long to import, and training works
+without it.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from lightning_autosync.replay.bound import Bound, least_step, step_bound, synchronization_bound
 from lightning_autosync.replay.constants import CodecRates, Constants
 from lightning_autosync.replay.overlap import overlapped_step
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
-from lightning_autosync.replay.replay import Replay, replay
-from lightning_autosync.replay.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from lightning_autosync.replay.replay import Replay
+    from lightning_autosync.replay.warm_up import warm_up
 
 __all__ = [
     "Bound",
@@ -20,8 +28,20 @@ __all__ = [
     "Timeline",
     "least_step",
     "overlapped_step",
-    "replay",
     "step_bound",
     "synchronization_bound",
     "warm_up",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Replay":
+        from lightning_autosync.replay.replay import Replay
+
+        return Replay
+    if name == "warm_up":
+        from lightning_autosync.replay.warm_up import warm_up
+
+        globals()[name] = warm_up  # in place of the module of the same name
+        return warm_up
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

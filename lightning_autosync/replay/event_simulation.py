@@ -8,10 +8,10 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-import numba
 import numpy
 from numpy.typing import NDArray
 
+from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.network import Floats, Indices, Routes
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
 
@@ -120,7 +120,7 @@ _OPENED = 2
 """Index in ``_State.counts``: number of open gates."""
 
 
-@numba.njit(cache=True)
+@compiled
 def simulate(
     nodes: Nodes, graph: Dependencies, connections: FrameConnections, capacities: Floats, tokens: Floats, burst: Floats
 ) -> tuple[Floats, Floats, Floats]:
@@ -177,7 +177,7 @@ def simulate(
                 )
 
 
-@numba.njit(cache=True)
+@compiled
 def _begin(graph: Dependencies, count: int, connections: int) -> _State:
     missing, frees = graph.waits.copy(), numpy.zeros(count, dtype=numpy.bool_)
     for index in range(len(graph.gates)):
@@ -198,13 +198,13 @@ def _begin(graph: Dependencies, count: int, connections: int) -> _State:
     )
 
 
-@numba.njit(cache=True)
+@compiled
 def _enqueue_ready(node: int, state: _State) -> None:
     state.ready[state.counts[_READY]] = node
     state.counts[_READY] += 1
 
 
-@numba.njit(cache=True)
+@compiled
 def _wait_less(node: int, state: _State) -> None:
     """Lower the number of nodes that a node waits for, and queue the node if none is left."""
     state.missing[node] -= 1
@@ -212,14 +212,14 @@ def _wait_less(node: int, state: _State) -> None:
         _enqueue_ready(node, state)
 
 
-@numba.njit(cache=True)
+@compiled
 def _open_gate(graph: Dependencies, state: _State) -> None:
     """Give the next gate a place in the backend."""
     state.counts[_OPENED] += 1
     _wait_less(graph.gates[state.counts[_OPENED] - 1], state)
 
 
-@numba.njit(cache=True)
+@compiled
 def _finish_due(
     nodes: Nodes, graph: Dependencies, state: _State, events: list[tuple[float, int]], done: Floats, now: float
 ) -> None:
@@ -245,7 +245,7 @@ def _finish_due(
             _open_gate(graph, state)
 
 
-@numba.njit(cache=True)
+@compiled
 def _start_frames(nodes: Nodes, state: _State, begun: Floats, now: float) -> bool:
     """Give idle connections their next frames; returns whether the demands on channels have changed."""
     changed = False
@@ -262,7 +262,7 @@ def _start_frames(nodes: Nodes, state: _State, begun: Floats, now: float) -> boo
     return changed
 
 
-@numba.njit(cache=True)
+@compiled
 def _next_frame(number: int, head: Indices, following: Indices, key: Floats, arrival: Indices) -> int:
     """Remove the most urgent frame from a connection's queue and return it."""
     best, before_best, before = head[number], -1, -1
@@ -278,7 +278,7 @@ def _next_frame(number: int, head: Indices, following: Indices, key: Floats, arr
     return int(best)
 
 
-@numba.njit(cache=True)
+@compiled
 def _set_rates(connections: FrameConnections, state: _State, capacities: Floats) -> None:
     """Max-min fair rates by progressive filling: all grow together up to their paces, until a channel is full."""
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
@@ -320,7 +320,7 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
                     _add(connections, state, number, 1.0, load)
 
 
-@numba.njit(cache=True)
+@compiled
 def _fix(connections: FrameConnections, state: _State, rate: float, load: Floats, residual: Floats) -> int:
     """Fix the rates of the connections with the mark -2 at ``rate`` or their pace; returns their number."""
     fixed = 0
@@ -334,7 +334,7 @@ def _fix(connections: FrameConnections, state: _State, rate: float, load: Floats
     return fixed
 
 
-@numba.njit(cache=True)
+@compiled
 def _meets_full(
     connections: FrameConnections, state: _State, number: int, residual: Floats, load: Floats, least: float
 ) -> bool:
@@ -357,7 +357,7 @@ def _meets_full(
     return False
 
 
-@numba.njit(cache=True)
+@compiled
 def _add(connections: FrameConnections, state: _State, number: int, factor: float, to: Floats) -> None:
     """Add to ``to`` [channels] the demand of a connection at ``factor`` bytes/s."""
     route = connections.route[number]
@@ -370,7 +370,7 @@ def _add(connections: FrameConnections, state: _State, number: int, factor: floa
         to[connections.shared] += 2 * core
 
 
-@numba.njit(cache=True)
+@compiled
 def _flow(connections: FrameConnections, state: _State, channels: int) -> Floats:
     """[channels] total use per second by all connections."""
     flow = numpy.zeros(channels)

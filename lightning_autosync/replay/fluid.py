@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy
 from numpy.typing import NDArray
 
+from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.compute import HostWork
 from lightning_autosync.replay.network import Floats, Indices, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
@@ -78,7 +78,7 @@ class _State(NamedTuple):
     alone: Floats
 
 
-@numba.njit(cache=True)
+@compiled
 def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: Floats, burst: Floats) -> StageTimes:
     """Run all stages.
 
@@ -129,7 +129,7 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
                 state.left[stage] = max(0.0, state.left[stage] - state.rate[stage] * step)
 
 
-@numba.njit(cache=True)
+@compiled
 def _alone(work: Floats, capacities: Floats) -> Floats:
     """[stages] seconds that each stage's work takes if nothing else runs."""
     stages, channels = work.shape
@@ -140,7 +140,7 @@ def _alone(work: Floats, capacities: Floats) -> Floats:
     return alone
 
 
-@numba.njit(cache=True)
+@compiled
 def _start_and_end(conditions: StageConditions, state: _State, times: StageTimes, slots: int, now: float) -> float:
     """Start and end the stages that are due; returns the time of the next start or end.
 
@@ -170,7 +170,7 @@ def _start_and_end(conditions: StageConditions, state: _State, times: StageTimes
     return coming
 
 
-@numba.njit(cache=True)
+@compiled
 def _may_start(stage: int, conditions: StageConditions, times: StageTimes, slots: int, now: float) -> bool:
     """Whether all conditions of a stage's start hold, except its release time."""
     first, second, third = conditions.order.after[stage]
@@ -188,7 +188,7 @@ def _may_start(stage: int, conditions: StageConditions, times: StageTimes, slots
     return open_before < slots
 
 
-@numba.njit(cache=True)
+@compiled
 def _set_levels(by_urgency: Indices, rivals: Flags, state: _State, times: StageTimes, now: float) -> int:
     """Put each running stage one level behind its more urgent rivals; returns the largest level, -1 for none."""
     level = state.level
@@ -207,7 +207,7 @@ def _set_levels(by_urgency: Indices, rivals: Flags, state: _State, times: StageT
     return deepest
 
 
-@numba.njit(cache=True)
+@compiled
 def _flow(work: Floats, state: _State) -> Floats:
     """[channels] total use per second by all running stages."""
     flow = numpy.zeros(work.shape[1])
@@ -218,7 +218,7 @@ def _flow(work: Floats, state: _State) -> Floats:
     return flow
 
 
-@numba.njit(cache=True)
+@compiled
 def _share(work: Floats, capacities: Floats, state: _State, deepest: int, bound: Indices) -> None:
     """Progressive filling, level by level. Rates of a level grow together, in proportion to each stage's rate alone."""
     residual = capacities.copy()
@@ -232,7 +232,7 @@ def _share(work: Floats, capacities: Floats, state: _State, deepest: int, bound:
             growing -= _fill_one(work, residual, state, current, bound)
 
 
-@numba.njit(cache=True)
+@compiled
 def _fill_one(work: Floats, residual: Floats, state: _State, current: int, bound: Indices) -> int:
     """Fill the channel that saturates first and fix the rates of the stages on it; returns the number of stages."""
     stages, channels = work.shape

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy
 from numpy.typing import NDArray
 
+from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import Floats, Forest, Indices, Integers, NetworkArrays, Routes
 from lightning_autosync.replay.pipelines import Flows, Paths, load
@@ -170,7 +170,7 @@ def _fullness(times: Floats) -> Floats:
     return fullness
 
 
-@numba.njit(cache=True)
+@compiled
 def _overlap(pairs: NDArray[numpy.uint64], work: Floats) -> NDArray[numpy.bool_]:
     stages, words = pairs.shape
     own = numpy.zeros(stages, dtype=numpy.int64)
@@ -191,13 +191,13 @@ def _overlap(pairs: NDArray[numpy.uint64], work: Floats) -> NDArray[numpy.bool_]
     return rivals
 
 
-@numba.njit(cache=True)
+@compiled
 def _likeness(one: Floats, other: Floats) -> float:
     """Weighted Jaccard index of two distributions over channels: 1 if they are equal, 0 if they are disjoint."""
     return float(numpy.minimum(one, other).sum() / numpy.maximum(one, other).sum())
 
 
-@numba.njit(cache=True)
+@compiled
 def _ones(word: numpy.uint64) -> int:
     """Number of bits that are set."""
     bits = 0
@@ -208,7 +208,7 @@ def _ones(word: numpy.uint64) -> int:
     return bits
 
 
-@numba.njit(cache=True)
+@compiled
 def _connections(pairs: NDArray[numpy.uint64], routes: Routes, links: int) -> Indices:
     """[stages, links] number of a stage's connections that cross each link."""
     between, starts, hops, _ = routes
@@ -223,7 +223,7 @@ def _connections(pairs: NDArray[numpy.uint64], routes: Routes, links: int) -> In
     return counts
 
 
-@numba.njit(cache=True)
+@compiled
 def _crowd(flows: Flows, parents: Integers, routes: Routes, fullness: Floats, crowding: Floats) -> None:
     """Fill in ``crowding`` [stages]: the largest number of full channels on a hop of each stage.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
+from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.constants import Constants
 
 Floats = NDArray[numpy.float64]
@@ -141,7 +141,7 @@ def _parents(link_graph: LinkGraph) -> tuple[Integers, Integers, Integers, Integ
     return numpy.array(ends, dtype=numpy.int32), above, channel_up, depth
 
 
-@numba.njit(cache=True)
+@compiled
 def _lengths(sources: Integers, targets: Integers, above: Integers, depth: Integers) -> Indices:
     counts = numpy.zeros(len(sources), dtype=numpy.int64)
     for index in range(len(sources)):
@@ -155,7 +155,7 @@ def _lengths(sources: Integers, targets: Integers, above: Integers, depth: Integ
     return counts
 
 
-@numba.njit(cache=True)
+@compiled
 def _walk(
     sources: Integers,
     targets: Integers,
@@ -235,7 +235,7 @@ class Forest:
         return len(self.trees.parents) + len(self._new) - 1
 
 
-@numba.njit(cache=True)
+@compiled
 def _measure(parents: Integers) -> tuple[Integers, Integers]:
     """Orders (each rank after its parent) and subtree sizes of trees [trees, ranks]."""
     trees, ranks = parents.shape

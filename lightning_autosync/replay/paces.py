@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numba
 import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.plan.pacing import HEADROOM, LEAST_PART
+from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Indices, Integers, NetworkArrays, Routes, Trees
 from lightning_autosync.replay.pipelines import Flows
@@ -63,7 +63,7 @@ def _both_ways(used: NDArray[numpy.uint64], ranks: int) -> Indices:
     return numpy.flatnonzero(table | table.T)
 
 
-@numba.njit(cache=True)
+@compiled
 def _carry(
     flows: Flows,
     trees: Trees,
@@ -97,7 +97,7 @@ def _carry(
                     further[stage, pair] = max(further[stage, pair], hops)
 
 
-@numba.njit(cache=True)
+@compiled
 def _depth(parents: Integers, order: Integers, tree: int) -> int:
     """Number of hops from the root of a tree to its farthest rank; 0 for no tree."""
     if tree < 0:
@@ -110,7 +110,7 @@ def _depth(parents: Integers, order: Integers, tree: int) -> int:
     return int(depths.max())
 
 
-@numba.njit(cache=True)
+@compiled
 def _needed(
     pairs: Indices, carried: Floats, work: Floats, rows: NDArray[numpy.bool_], routes: Routes, capacities: Floats
 ) -> tuple[Floats, Floats]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy
 from numpy.typing import NDArray
 
+from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.network import Floats, Indices, Integers, Routes, Trees
 
 
@@ -57,7 +57,7 @@ _UP, _DOWN = 0, 1
 """Directions of a flow, as indices."""
 
 
-@numba.njit(cache=True)
+@compiled
 def load(flows: Flows, paths: Paths, work: Floats, fill: Floats, pairs: NDArray[numpy.uint64]) -> None:
     """Fill in `Loads`.
 
@@ -92,7 +92,7 @@ def load(flows: Flows, paths: Paths, work: Floats, fill: Floats, pairs: NDArray[
     _fill_pipelines(paths, work, lead, trail, fill)
 
 
-@numba.njit(cache=True)
+@compiled
 def _copy_routes(paths: Paths, way: int, tree: int, routes: Integers) -> None:
     """Copy the route of each rank to or from its parent: each is used several times, and the table exceeds caches."""
     for rank in range(len(routes)):
@@ -101,7 +101,7 @@ def _copy_routes(paths: Paths, way: int, tree: int, routes: Integers) -> None:
             routes[rank] = paths.routes.between[rank, parent] if way == _UP else paths.routes.between[parent, rank]
 
 
-@numba.njit(cache=True)
+@compiled
 def _add_work(
     flows: Flows,
     paths: Paths,
@@ -146,7 +146,7 @@ def _add_work(
         pairs[stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
 
 
-@numba.njit(cache=True)
+@compiled
 def _time_hops(
     flows: Flows, paths: Paths, flow: int, way: int, tree: int, routes: Integers, count: Floats, hop_time: Floats
 ) -> None:
@@ -168,7 +168,7 @@ def _time_hops(
         hop_time[rank] = piece / pieces + latencies * paths.routes.latencies[route] + hop_cost
 
 
-@numba.njit(cache=True)
+@compiled
 def _climb(paths: Paths, tree: int, hop_time: Floats, below: Floats) -> float:
     """Fill in ``below``: the longest time between each rank and the leaves below it; returns the longest of a root."""
     below[:] = 0
@@ -183,7 +183,7 @@ def _climb(paths: Paths, tree: int, hop_time: Floats, below: Floats) -> float:
     return longest
 
 
-@numba.njit(cache=True)
+@compiled
 def _descend(paths: Paths, tree: int, hop_time: Floats, beyond: float, above: Floats) -> None:
     """Fill in ``above``: the time between each rank and its root, plus ``beyond``."""
     for place in range(len(above)):
@@ -192,7 +192,7 @@ def _descend(paths: Paths, tree: int, hop_time: Floats, beyond: float, above: Fl
         above[rank] = beyond if parent < 0 else above[parent] + hop_time[rank]
 
 
-@numba.njit(cache=True)
+@compiled
 def _lower_margins(
     flows: Flows,
     paths: Paths,
@@ -221,7 +221,7 @@ def _lower_margins(
             trail[stage, channel] = min(trail[stage, channel], onwards)
 
 
-@numba.njit(cache=True)
+@compiled
 def _fill_pipelines(paths: Paths, work: Floats, lead: Floats, trail: Floats, fill: Floats) -> None:
     """Fill in ``fill``: seconds by which a stage's longest path exceeds the load of its busiest channel."""
     for stage in range(work.shape[0]):

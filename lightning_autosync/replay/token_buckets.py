@@ -6,9 +6,9 @@ memory.
 
 from __future__ import annotations
 
-import numba
 import numpy
 
+from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.network import Floats
 
 _AT_ONCE = 20e9
@@ -19,7 +19,7 @@ _SAME = 1 + 1e-9
 """Ratio up to which two rates count as equal."""
 
 
-@numba.njit(cache=True)
+@compiled
 def open_capacities(capacities: Floats, tokens: Floats) -> Floats:
     """[channels] current bytes/s of each channel."""
     effective = capacities.copy()
@@ -29,7 +29,7 @@ def open_capacities(capacities: Floats, tokens: Floats) -> Floats:
     return effective
 
 
-@numba.njit(cache=True)
+@compiled
 def next_change(flow: Floats, capacities: Floats, tokens: Floats) -> float:
     """Seconds until the next bucket is empty at ``flow`` [channels], in bytes/s; infinite if none will be."""
     least = numpy.inf
@@ -39,7 +39,7 @@ def next_change(flow: Floats, capacities: Floats, tokens: Floats) -> float:
     return least
 
 
-@numba.njit(cache=True)
+@compiled
 def refill(flow: Floats, capacities: Floats, tokens: Floats, burst: Floats, seconds: float) -> None:
     """Update ``tokens`` in place after ``seconds`` at ``flow`` [channels], in bytes/s."""
     for channel in range(len(tokens)):

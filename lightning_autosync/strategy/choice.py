@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_autosync.cluster import ClusterSpec, ring_time
 from lightning_autosync.plan import SyncPlan, builders
@@ -60,21 +60,60 @@ def choose_plan(
         return fused, "fused native all-reduce, because no cluster is described"
     if not cluster.measured:
         return fused, f"fused native all-reduce, because the link rates of cluster '{cluster.name}' are unknown"
-    native = ring_time(cluster, workload.bytes)
-    name, best, build = link_method(workload, cluster)
-    dense = sum(variable.bytes for variable in workload.variables if variable.kind == "dense")
-    share = dense / workload.bytes
+    native, linked = plans_by_formula(workload, cluster, bucket_bytes)
     times = (
-        f"predicted for cluster '{cluster.name}': {share * best:.3g} s to synchronize a step, and "
-        f"{share * native:.3g} s with a native all-reduce"
+        f"predicted for cluster '{cluster.name}': {linked.seconds:.3g} s to synchronize a step, and "
+        f"{native.seconds:.3g} s with a native all-reduce"
     )
-    if dense < workload.bytes:
+    if any(variable.kind != "dense" for variable in workload.variables):
         times += "; touched rows of embeddings are sent in addition"
-    if native <= LEAST_GAIN * best:
-        fused = builders.all_reduce(workload, cluster, **(native_sizes(cluster) | sizes))
+    if native.seconds <= LEAST_GAIN * linked.seconds:
         return (
-            place_rows(fused, workload, cluster),
-            f"fused native all-reduce, because no other method is more than 5% faster; the best is {name}, {times}",
+            native.plan,
+            f"fused native all-reduce, because no other method is more than 5% faster; the best is {linked.name}, "
+            f"{times}",
         )
-    plan = build(workload, cluster, **({"bucket_bytes": LINK_BUCKET} | sizes))
-    return place_rows(plan, workload, cluster), f"{name}, {times}"
+    return linked.plan, f"{linked.name}, {times}"
+
+
+class FormulaPlan(NamedTuple):
+    """A plan whose time is known from a formula.
+
+    Attributes:
+        plan: the plan.
+        seconds: seconds to synchronize the dense gradients if only the links count.
+        name: name of its method in sentences.
+        builder: name of its builder.
+    """
+
+    plan: SyncPlan
+    seconds: float
+    name: str
+    builder: str
+
+
+def plans_by_formula(
+    workload: Workload, cluster: ClusterSpec, bucket_bytes: int | None = None
+) -> tuple[FormulaPlan, FormulaPlan]:
+    """The native all-reduce, and the method that suits the links best; for clusters with known rates.
+
+    Args:
+        workload: the variables.
+        cluster: the cluster on which they are synchronized.
+        bucket_bytes: bytes of a fused message; None for sizes that suit the links.
+    """
+    sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+    dense = sum(variable.bytes for variable in workload.variables if variable.kind == "dense")
+    share = max(dense, 1) / workload.bytes
+    name, best, build = link_method(workload, cluster)
+    native = builders.all_reduce(workload, cluster, **(native_sizes(cluster) | sizes))
+    linked = build(workload, cluster, **({"bucket_bytes": LINK_BUCKET} | sizes))
+    return (
+        FormulaPlan(
+            place_rows(native, workload, cluster),
+            share * ring_time(cluster, workload.bytes),
+            "fused native all-reduce",
+            "all_reduce",
+        ),
+        FormulaPlan(place_rows(linked, workload, cluster), share * best, name, build.__name__),
+    )

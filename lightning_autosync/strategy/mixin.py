@@ -25,7 +25,6 @@ from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.overlap import reading_past_failures
 from lightning_autosync.strategy.process_group import begin_alone
-from lightning_autosync.strategy.relaxed import RelaxedReplica
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
@@ -159,6 +158,8 @@ class AutoSyncMixin(CollectiveCalls):
         settings, launch = read_settings(locals())
         super().__init__(**launch)
         self._settings: StrategySettings = settings
+        if not settings.scheduled:  # late, because few plans need all that this imports
+            from lightning_autosync.strategy.relaxed import RelaxedReplica
         self._replica_class: type[Replica] = ExactReplica if settings.scheduled else RelaxedReplica
         self._replica: Replica | None = None
         self._failure_detector: FailureDetector | None = None

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_autosync.measure.models.digits import load_digits
+
 HELD_OUT = 360
 """Number of images for validation only."""
 
@@ -67,11 +69,7 @@ class Digits(L.LightningDataModule):
         self._batch_size = batch_size
 
     def setup(self, stage: str) -> None:
-        from sklearn.datasets import load_digits
-
-        found = load_digits()
-        images = torch.as_tensor(found.images, dtype=torch.float32)[:, None] / 16
-        labels = torch.as_tensor(found.target)
+        images, labels = load_digits()
         request = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         training, held_out = request[HELD_OUT:], request[:HELD_OUT]
         self._training = TensorDataset(images[training], labels[training])

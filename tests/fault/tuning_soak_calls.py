@@ -17,6 +17,7 @@ from lightning_autosync.measure.probe import mesh_meter, meter
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.quick import JobSurvey
 from lightning_autosync.plan import builders
+from lightning_autosync.search import selection
 from lightning_autosync.search.selection import PredictedPlan
 from lightning_autosync.strategy.tuning import job_tuning, proposals
 from lightning_autosync.strategy.tuning.drift import DriftWatch
@@ -127,7 +128,7 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
             (_Connector, "run", _through(moments.connect, _Connector.run)),
             (Tuner, "following", _through(moments.follow, Tuner.following)),
             (proposals, "survey_job", survey),
-            (proposals, "rank_plans", plans),
+            (selection, "rank_plans", plans),
             *((mesh_meter, name, getattr(mesh_meter, name) / 4) for name in ("_HEAD", "_WINDOW", "_TAIL")),
             (meter, "_namespace", lambda: f"of rank {rank}"),
             (job_tuning, "TRIAL_CONNECT_TIMEOUT", CONNECT),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_time
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster, ring_time, synchronization_time
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.builders.default import shards_time
-from lightning_autosync.strategy.choice import choose_plan
+from lightning_autosync.strategy.choice import choose_plan, plans_by_formula
 from lightning_autosync.strategy.resolution import large_tables, resolve
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload import Variable, Workload, describe
@@ -45,6 +45,21 @@ def test_one_fat_node_takes_proportional_shards() -> None:
     cluster = ClusterSpec.star([1e9, 2e8, 2e8, 2e8])
     assert topologies(cluster) == {("parameter_server", "star")}
     assert shards_time(cluster, 1e6) == pytest.approx(synchronization_time(cluster, 1e6))
+
+
+def test_formulas_price_the_native_all_reduce_and_what_suits_the_links() -> None:
+    cluster = ClusterSpec.star([1e9, 2e8, 2e8, 2e8])
+    native, linked = plans_by_formula(WORKLOAD, cluster)
+    assert (native.builder, linked.builder) == ("all_reduce", "byteps")
+    assert native.seconds == ring_time(cluster, WORKLOAD.bytes)
+    assert linked.seconds == pytest.approx(synchronization_time(cluster, WORKLOAD.bytes))
+    table = Variable(name="table", shape=(1_000_000, 64), kind="row_sparse", rows=100)
+    with_table = WORKLOAD.model_copy(update={"variables": (*WORKLOAD.variables, table)})
+    assert [each.seconds for each in plans_by_formula(with_table, cluster)] == pytest.approx(
+        [native.seconds, linked.seconds]
+    )
+    only_table = WORKLOAD.model_copy(update={"variables": (table,)})
+    assert all(each.seconds > 0 for each in plans_by_formula(only_table, cluster))
 
 
 def test_racks_behind_thin_uplinks_take_trees() -> None:

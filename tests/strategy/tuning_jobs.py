@@ -29,6 +29,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
 from lightning_autosync.measure.probe.quick import compare_rates
 from lightning_autosync.replay import Constants
+from lightning_autosync.search import selection
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.tuning import job_tuning, live, proposals
 from lightning_autosync.strategy.tuning.contest import Contest
@@ -271,13 +272,13 @@ def slow_search() -> dict[str, Any]:
     """What ranks get of a search that takes longer than they wait for each other."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     settings = AutoSyncStrategy(cluster=PAIR, tuning=SHORT, timeout=1.0)._settings
-    links, workload, search = JobLinks(PAIR, Constants()), describe(models.Plain()), proposals.rank_plans
+    links, workload, search = JobLinks(PAIR, Constants()), describe(models.Plain()), selection.rank_plans
 
     def search_long(*arguments: Any, **options: Any) -> Any:
         time.sleep(2.5)
         return search(*arguments, **options)
 
-    with mock.patch.object(proposals, "rank_plans", search_long):
+    with mock.patch.object(selection, "rank_plans", search_long):
         found, fault = proposals.propose(workload, links, settings, group)
     return {"fault": fault, "plans": [] if found is None else [each.plan.fingerprint for each in found.plans]}
 

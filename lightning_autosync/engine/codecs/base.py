@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
+from typing_extensions import Protocol  # before Python 3.11, that of typing replaces `__init__`, which is checked
 
 from lightning_autosync.plan.codecs import encoded_bytes
 from lightning_autosync.plan.codecs.base import COUNT_BYTES

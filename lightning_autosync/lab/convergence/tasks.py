@@ -1,4 +1,4 @@
-"""Two small real tasks whose data come with the package's dependencies and with Python."""
+"""Two small real tasks whose data come with scikit-learn and with Python."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autosync.documents import Record
+from lightning_autosync.measure.models.digits import load_digits
 
 HELD_OUT = 0.2
 """Share of the samples that only validation sees."""
@@ -110,12 +111,9 @@ def loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 @cache
 def _digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = torch.as_tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    images, labels = load_digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    return images[order], torch.as_tensor(digits.target)[order]
+    return images[order], labels[order]
 
 
 @cache

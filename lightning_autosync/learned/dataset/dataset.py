@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import checked, parse_json
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import DocumentError, needed_for
 from lightning_autosync.learned.dataset.parts import Manifest, load_manifest, no_rows, read_table
 from lightning_autosync.learned.dataset.sample import (
     COLUMNS,
@@ -64,7 +64,7 @@ class Dataset(Sequence[Sample]):
             DocumentError: a folder has no dataset, or a file is missing, truncated, altered or of another version; the
                 message names the file and a remedy.
         """
-        import pyarrow
+        from lightning_autosync.learned.dataset.arrow import pyarrow
 
         folders = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
         documents: dict[tuple[str, str], tuple[str, str]] = {}
@@ -101,7 +101,7 @@ class Dataset(Sequence[Sample]):
 
     def select(self, places: Iterable[int]) -> Dataset:
         """The samples at some indices, in this order; they share workloads and clusters with this dataset."""
-        import pyarrow
+        from lightning_autosync.learned.dataset.arrow import pyarrow
 
         # The type is explicit, because pyarrow cannot infer it from an empty list.
         chosen = Dataset(self._rows.take(pyarrow.array(places, pyarrow.int64())), self._documents)
@@ -118,7 +118,8 @@ class Dataset(Sequence[Sample]):
         Raises:
             DocumentError: the steps of a row are invalid.
         """
-        frame = self._rows.select(list(COLUMNS)).to_pandas()
+        with needed_for("A data frame of samples"):
+            frame = self._rows.select(list(COLUMNS)).to_pandas()
         named: dict[str, Callable[[str], Workload | ClusterSpec]] = {
             "workload": self._workload,
             "cluster": self._cluster,
@@ -176,8 +177,7 @@ class Dataset(Sequence[Sample]):
 
 def _samples(folder: Path, manifest: Manifest, disturbed: bool) -> Any:
     """One row per pair in a folder, with its source; for ``disturbed`` see `Dataset.load`."""
-    import pyarrow
-    import pyarrow.compute
+    from lightning_autosync.learned.dataset.arrow import pyarrow
 
     parts = [_placed(read_table(folder, part), str(folder / part.file)) for part in manifest.of("samples")]
     rows = pyarrow.concat_tables([_placed(no_rows("samples"), ""), *parts])
@@ -192,7 +192,7 @@ def _samples(folder: Path, manifest: Manifest, disturbed: bool) -> Any:
 
 def _placed(rows: Any, path: str) -> Any:
     """The rows with a column of their sources."""
-    import pyarrow
+    from lightning_autosync.learned.dataset.arrow import pyarrow
 
     places = [f"{path}: row {number}" for number in range(rows.num_rows)]
     return rows.append_column(_SOURCE, pyarrow.array(places, pyarrow.string()))

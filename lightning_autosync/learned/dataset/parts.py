@@ -130,7 +130,7 @@ _TOLD_BY_ROW = frozenset({"plan", "steps"})
 
 def schema(table: Table) -> Any:
     """The pyarrow schema of a table."""
-    import pyarrow
+    from lightning_autosync.learned.dataset.arrow import pyarrow
 
     name = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
     text, real = pyarrow.string(), pyarrow.float64()
@@ -157,8 +157,7 @@ def schema(table: Table) -> Any:
 
 def to_parquet(table: Table, rows: Sequence[dict[str, Any]]) -> bytes:
     """Rows as the bytes of a Parquet file."""
-    import pyarrow
-    from pyarrow import parquet
+    from lightning_autosync.learned.dataset.arrow import parquet, pyarrow
 
     columns = schema(table)
     repeated = [field.name for field in columns if pyarrow.types.is_dictionary(field.type)]
@@ -180,7 +179,7 @@ def check_row(table: Any, row: Any) -> None:
     Raises:
         ValueError: there is no such table, or a column is missing or has another type.
     """
-    import pyarrow
+    from lightning_autosync.learned.dataset.arrow import pyarrow
 
     if table not in TABLES:
         raise ValueError(f"table: {shown(table)} is not known; allowed: {', '.join(TABLES)}")
@@ -222,8 +221,7 @@ def from_parquet(table: Table, content: bytes, source: str) -> Any:
     Raises:
         DocumentError: the content is not such a table.
     """
-    import pyarrow
-    from pyarrow import parquet
+    from lightning_autosync.learned.dataset.arrow import parquet, pyarrow
 
     columns = schema(table)
     try:
@@ -245,7 +243,7 @@ def no_rows(table: Table) -> Any:
 
 
 def _decoded(columns: Any) -> Any:
-    import pyarrow
+    from lightning_autosync.learned.dataset.arrow import pyarrow
 
     return pyarrow.schema(
         [(field.name, pyarrow.string() if pyarrow.types.is_dictionary(field.type) else field.type) for field in columns]

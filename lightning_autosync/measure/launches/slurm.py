@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.errors import ClusterError
+from lightning_autosync.errors import ClusterError, needed_for
 from lightning_autosync.interrupts import signals_as_exceptions
 from lightning_autosync.measure.errors import LaunchError
 
@@ -55,12 +55,11 @@ def submit(
         parameters: further parameters of submitit's executor, such as ``slurm_partition`` or ``timeout_min``.
 
     Raises:
-        LaunchError: submitit or SLURM is missing, a parameter is unknown, or SLURM refuses the job.
+        MissingPackageError: submitit is not installed.
+        LaunchError: SLURM is missing, a parameter is unknown, or SLURM refuses the job.
     """
-    try:
+    with needed_for("launch=slurm"):
         import submitit
-    except ImportError:
-        raise LaunchError("launch=slurm: submitit is missing; pip install 'lightning-autosync[slurm]'") from None
     for tool in ("sbatch", "srun"):
         if shutil.which(tool) is None:
             raise LaunchError(

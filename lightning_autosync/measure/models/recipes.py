@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_autosync.cluster import Seconds
 from lightning_autosync.documents import Record
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.models.digits import load_digits
 from lightning_autosync.measure.models.modules import (
     DigitsNetwork,
     EmbeddingRecommender,
@@ -180,11 +181,7 @@ class Digits(Model):
         return DigitsNetwork(self.channels)
 
     def batches(self, rank: int) -> list[Batch]:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        images = torch.as_tensor(digits.images, dtype=torch.float32)[:, None] / 16
-        labels = torch.as_tensor(digits.target)
+        images, labels = load_digits()
         generator = torch.Generator().manual_seed(rank)
         draw = torch.randint(len(images), (BATCHES, self.batch), generator=generator)
         return [(images[chosen], labels[chosen]) for chosen in draw]

@@ -11,12 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import networkx
 import numpy
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import linkage
 from scipy.optimize import linear_sum_assignment
-from scipy.spatial.distance import squareform
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 
@@ -126,6 +123,10 @@ def candidate_groups(contrast: NDArray[numpy.float64]) -> Iterator[tuple[int, ..
     nodes = len(contrast)
     if nodes < LEAST_RACKED:  # with fewer than two nodes inside and outside, it is one node's link
         return
+    # Late: every job on one host imports this module, and none of them needs these.
+    from scipy.cluster.hierarchy import linkage
+    from scipy.spatial.distance import squareform
+
     logarithm = numpy.log(numpy.maximum(contrast, 1e-3))
     nearness = (logarithm + logarithm.T) / 2
     numpy.fill_diagonal(nearness, 0.0)
@@ -318,6 +319,8 @@ def _direct_links(meter: Rates, survey: Survey) -> list[Flow]:
     pairs = [(i, j) for i in range(survey.nodes) for j in range(i + 1, survey.nodes)]
     meter.prepare([flows for pair in pairs for flows in _with_legs(survey.nodes, pair)])
     scores = {pair: _directness(meter, survey, pair) for pair in pairs}
+    import networkx  # late, as above
+
     graph = networkx.Graph()
     graph.add_nodes_from(range(survey.nodes))
     for pair in sorted(pairs, key=lambda pair: -scores[pair]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from socket import gethostname
 
 import torch
@@ -111,7 +111,7 @@ def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> N
             origin=plan.name,
             cluster=preparation.links.cluster,
             evidence=evidence,
-            written=datetime.now(UTC),
+            written=datetime.now(timezone.utc),
             torch=torch.__version__,
         )
     except ValueError as error:  # training must not end because its plan cannot be remembered

@@ -12,8 +12,9 @@ import numpy
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.errors import MissingPackageError
 from lightning_autosync.plan import Schedule
-from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.replay import Constants
 from lightning_autosync.workload import Workload
 
 
@@ -93,6 +94,9 @@ class PlanPrices:
         return None if self._thread.is_alive() else self._found
 
     def _predict(self, traces: Sequence[StepTrace], slowest: float) -> None:
+        # Late: it needs numba.
+        from lightning_autosync.replay import Replay
+
         # Times of a workload hold for a node of speed 1.
         speed = min(node.speed for node in self._cluster.nodes)
         timed = timed_workload(self._workload, self._schedules[0], traces, speed * slowest)
@@ -104,6 +108,8 @@ class PlanPrices:
         def run() -> None:
             try:
                 predict()
+            except MissingPackageError:
+                pass  # the reason for the first plan says so
             except Exception as error:  # training does not depend on it
                 warnings.warn(
                     f"AutoSync: plans are tried in the order of their first predictions, because new ones failed: "

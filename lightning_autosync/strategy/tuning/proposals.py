@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,14 +13,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import counted
 from lightning_autosync.engine.collectives import broadcast_json
+from lightning_autosync.errors import MissingPackageError
 from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.description import check_cluster
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.selection import PredictedPlan, rank_plans
-from lightning_autosync.strategy.choice import LEAST_GAIN
+from lightning_autosync.strategy.choice import LEAST_GAIN, plans_by_formula
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.settings import TuningSettings
@@ -100,33 +100,33 @@ def propose(
 ) -> tuple[Proposals | None, str]:
     """Search for plans on rank 0 while the others wait; collective.
 
+    Without numba the search is not possible, and plans are compared by formulas alone. The reason then says so.
+
     Returns:
         The plans; None with the reason if the search failed.
     """
     tuning = settings.tuning
     assert tuning is not None
-
-    def search() -> dict[str, Any]:
-        ranked = search_plans(workload, links, tuning, settings.bucket_bytes)
-        plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]
-        return {"plans": plans}
-
-    found = _first_rank_result(search, settings.timeout, group)
+    found = _first_rank_result(lambda: _search(workload, links, settings, tuning), settings.timeout, group)
     if "fault" in found:
         rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
         return None, found["fault"]
-    ranked = [
-        PredictedPlan(SyncPlan.from_dict(each["plan"], source="rank 0's search"), each["seconds"], each["origin"])
-        for each in found["plans"]
-    ]
-    return order_plans(ranked, links), ""
+    proposals = order_plans(list(map(_alternative, found["plans"])), links)
+    return replace(proposals, reason=f"{proposals.reason}{found['remark']}"), ""
 
 
 def search_plans(
     workload: Workload, links: JobLinks, tuning: TuningSettings, bucket_bytes: int | None = None
-) -> list[PredictedPlan]:
-    """The plans that a job with these links considers, by prediction alone, fastest first; DDP's is among them."""
-    return rank_plans(
+) -> list[Alternative]:
+    """The plans that a job with these links considers, by prediction alone, fastest first; DDP's is among them.
+
+    Raises:
+        MissingPackageError: the replay's package numba is not installed.
+    """
+    # Late: numba takes long to import, and only rank 0 needs it.
+    from lightning_autosync.search.selection import rank_plans
+
+    ranked = rank_plans(
         workload,
         links.cluster,
         constants=links.constants,
@@ -134,6 +134,21 @@ def search_plans(
         keep=2 * tuning.plans + 1,
         bucket_bytes=bucket_bytes,
     )
+    return [Alternative(each.plan, each.origin, each.seconds, each.origin == NATIVE) for each in ranked]
+
+
+def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
+    """Plans with their predicted times, fastest first, and a remark for the reason, as plain data."""
+    remark = ""
+    try:
+        found = search_plans(workload, links, tuning, settings.bucket_bytes)
+    except MissingPackageError as error:
+        by_formula = plans_by_formula(workload, links.cluster, settings.bucket_bytes)
+        found = [Alternative(each.plan, each.builder, each.seconds, each.builder == NATIVE) for each in by_formula]
+        found.sort(key=lambda each: each.predicted)
+        remark = f". These times are from formulas. {error}"
+    plans = [{"plan": each.plan.to_dict(), "seconds": each.predicted, "origin": each.name} for each in found]
+    return {"plans": plans, "remark": remark}
 
 
 def _first_rank_result(
@@ -167,16 +182,19 @@ NATIVE = "all_reduce"
 """Name of DDP's plan, with buckets sized for the links."""
 
 
-def order_plans(found: Sequence[PredictedPlan], links: JobLinks) -> Proposals:
+def _alternative(found: dict[str, Any]) -> Alternative:
+    plan = SyncPlan.from_dict(found["plan"], source="rank 0's search")
+    return Alternative(plan, found["origin"], found["seconds"], found["origin"] == NATIVE)
+
+
+def order_plans(ranked: Sequence[Alternative], links: JobLinks) -> Proposals:
     """The plans with the one to begin with first.
 
     Args:
-        found: plans as from `search_plans`.
+        ranked: plans as from `search_plans`.
         links: the links for which they were predicted.
     """
-    own = next(number for number, each in enumerate(found) if each.origin == NATIVE)
-    ranked = [Alternative(each.plan, each.origin, each.seconds, number == own) for number, each in enumerate(found)]
-    best, native = ranked[0], ranked[own]
+    best, native = ranked[0], next(each for each in ranked if each.native)
     first = best if native.predicted > LEAST_GAIN * best.predicted else native
     times = f"predicted for {links.origin}: {best.predicted:.3g} s to synchronize a step"
     reason = (

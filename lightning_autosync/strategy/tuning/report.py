@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.errors import needed_for
 from lightning_autosync.plan import Schedule
 from lightning_autosync.replay import Constants
 
@@ -104,12 +105,13 @@ class TuningReport:
         """Write the report as an HTML page, with pictures of the plan, the links, and measured and predicted steps.
 
         Raises:
+            MissingPackageError: a package of the extra ``report`` is not installed.
             UnwritableError: the file cannot be written.
         """
-        # Late: training imports no matplotlib.
-        from lightning_autosync.strategy.tuning.page import write_page
+        with needed_for("The HTML page of a job"):  # late: training imports no matplotlib
+            from lightning_autosync.strategy.tuning.page import write_page
 
-        write_page(self, Path(path))
+            write_page(self, Path(path))
 
     def __str__(self) -> str:
         lines = [f"plan {self.plan}: {self.reason}"]

@@ -16,7 +16,7 @@ from sweeps import crossed
 
 from lightning_autosync.cli.application import VERBS, main
 from lightning_autosync.cli.arguments import prepared
-from lightning_autosync.cli.configuration import WIDTH, _options, check_overrides, help_text
+from lightning_autosync.cli.configuration import WIDTH, check_overrides, help_text, options_of
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.errors import DocumentError
 
@@ -129,7 +129,7 @@ def test_help_says_where_outputs_go_and_where_the_verb_runs(verb: str) -> None:
     launches = set(re.findall(r"launch=(\w+)", end))
     groups = yaml.safe_load((configuration_directory() / f"{verb}.yaml").read_text())["defaults"]
     if any(isinstance(entry, dict) and "launch" in entry for entry in groups):
-        assert launches == set(_options(verb, "launch"))
+        assert launches == set(options_of(verb, "launch"))
     else:
         assert not launches
         assert re.search(r"It runs (in this process|on this machine)|Ranks run on this machine", end)

@@ -12,9 +12,9 @@ from lightning_autosync.cluster import ClusterSpec, ring_time, synchronization_t
 from lightning_autosync.errors import ClusterError, DocumentError, PlanError
 from lightning_autosync.plan import Compressor, Message, Round, Schedule, Tree, TreeTransfer, builders, compile_plan
 from lightning_autosync.plan.topologies.ring import path_from, path_towards
-from lightning_autosync.replay import Constants, Replay, replay
+from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.replay.frames import count_frames
-from lightning_autosync.replay.replay import FRAMES_LIMIT
+from lightning_autosync.replay.replay import FRAMES_LIMIT, replay
 from lightning_autosync.workload import Variable, Workload
 
 IDEAL = Constants.ideal()

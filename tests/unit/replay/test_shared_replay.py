@@ -6,7 +6,8 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import builders, compile_plan
-from lightning_autosync.replay import Constants, replay
+from lightning_autosync.replay import Constants
+from lightning_autosync.replay.replay import replay
 from lightning_autosync.workload import Variable, Workload
 
 ELEMENTS = 8_000_000
