@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.documents import counted, write_text
-from lightning_autosync.measure.timelines import timeline_of
+from lightning_autosync.measure.traced_step import timeline_of
 from lightning_autosync.replay import Timeline
 from lightning_autosync.report.figures.cluster import cluster_picture
 from lightning_autosync.report.figures.history import history_picture
