@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from threading import RLock
 from typing import Any, NamedTuple, cast
@@ -133,9 +133,12 @@ class StepOverlap:
     def _finish(self, index: int, members: list[nn.Parameter]) -> None:
         assert self._engine is not None
         try:
+            _set_stepping(members, True)  # the engine makes gradients like parameters, and reads no value of them
             self._engine.finish_message(index)
-        except Exception as error:  # after a Ctrl-C, readers may try again
-            self._fail("the gradients of the last step could not be summed", error)
+        except BaseException as error:
+            _set_stepping(members, False)
+            if isinstance(error, Exception):  # after a Ctrl-C, readers may try again
+                self._fail("the gradients of the last step could not be summed", error)
             raise
         members, self._released = [*members, *self._released], []
         try:
@@ -315,6 +318,12 @@ def _before_forward(module: nn.Module, _: Any) -> None:
         due = due_of(parameter)
         if due is not None and due.step is not None:
             due.owner.complete(due.message)
+
+
+def _set_stepping(parameters: Sequence[nn.Parameter], stepping: bool) -> None:
+    for parameter in parameters:
+        if (due := due_of(parameter)) is not None:
+            due.stepping = stepping
 
 
 def _apply(due: list[tuple[nn.Parameter, Due]]) -> None:
