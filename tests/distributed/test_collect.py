@@ -40,7 +40,7 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path, monkeypatch: pytest.M
         "steps": [2, 3],
     }
     with monkeypatch.context() as patched:
-        patched.setattr(collector.Collector, "_order", _interrupt_after(2))
+        patched.setattr(collector.Collector, "_measure_batch", _interrupt_after(2))
         with pytest.raises(KeyboardInterrupt):
             collect(configuration, tmp_path / "first")
     assert len(Dataset.load(tmp_path / "data")) == 6
@@ -65,13 +65,13 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path, monkeypatch: pytest.M
 
 
 def _interrupt_after(batches: int) -> Any:
-    """The method that gives orders, as if somebody pressed Ctrl-C after some."""
-    original, given = collector.Collector._order, [0]
+    """The method that measures a batch, as if somebody pressed Ctrl-C after some."""
+    original, given = collector.Collector._measure_batch, [0]
 
-    def order(self: collector.Collector, *arguments: Any) -> Any:
+    def measure(self: collector.Collector, *arguments: Any) -> Any:
         given[0] += 1
         if given[0] > batches:
             raise KeyboardInterrupt
         return original(self, *arguments)
 
-    return order
+    return measure
