@@ -10,8 +10,8 @@ import forked
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
+LONG = 840.0
+"""Seconds after which an example with several jobs is killed; beside other load they take minutes."""
 ACCURACY = r"validation accuracy (\d\.\d+)"
 
 
@@ -22,8 +22,8 @@ def number(pattern: str, text: str) -> float:
     return float(found[1])
 
 
-def run(name: str) -> str:
-    done = forked.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, timeout=240)
+def run(name: str, timeout: float = 240.0) -> str:
+    done = forked.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -42,24 +42,29 @@ def test_example_trains(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_probed_links_lead_to_a_plan_that_is_measured_and_trained_with() -> None:
-    told = run("own_links")
-    assert number(r"speedup over the best DDP (\d+\.\d+)", told) > 0
-    assert re.search(r"\d+ ms of synchronization, \w+", told)
+    told = run("own_links", LONG)
+    predicted = [float(milliseconds) for milliseconds in re.findall(r"([\d.]+) ms of synchronization", told)]
+    assert predicted[0] < 0.9 * number(r"([\d.]+) ms of synchronization, all_reduce", told)
+    assert predicted == sorted(predicted)
+    number(r"speedup over the best DDP (\d+\.\d+)", told)
     assert number(ACCURACY, told) > 0.8
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_split_plan_is_found_and_makes_the_gradients_of_ddp() -> None:
-    told = run("hybrid_search")
+    told = run("hybrid_search", LONG)
     assert number(r"the best plan: +(\d+\.\d+) ms", told) < number(r"data parallel: +(\d+\.\d+) ms", told)
     assert number(r"gradients of the split step differ from DDP's by (\S+)", told) < 1e-4
     assert number(ACCURACY, told) > 0.8
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_slow_worker_makes_fewer_steps_under_partial_reduce() -> None:
-    told = run("slow_worker")
+    told = run("slow_worker", LONG)
     shares = re.findall(r"per second; ([\d.]+)% of them by the slow worker", told)
     assert shares[0] == "25.0"
     assert float(shares[1]) < 24

@@ -38,6 +38,8 @@ CONFIGURATION = {"defaults", "trainer"}
 """Keys of configurations for Hydra and for LightningCLI."""
 PLACEHOLDER = re.compile(r"[A-Z]+|\.\.\.")
 """A value of an option group that stands for any option."""
+MARKDOWN_CELL = re.compile(r"^# %% \[markdown\]\n((?:#.*\n)+)", re.MULTILINE)
+NOTEBOOKS = [path for path in sorted((ROOT / "examples").glob("*.py")) if MARKDOWN_CELL.search(path.read_text())]
 
 
 @pytest.fixture(params=PAGES, ids=NAMES)
@@ -101,7 +103,11 @@ def test_every_page_can_be_reached() -> None:
 
 
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    for target in LINK.findall(FENCE.sub("", page.read_text())):
+    check_links(FENCE.sub("", page.read_text()), page)
+
+
+def check_links(text: str, page: Path) -> None:
+    for target in LINK.findall(text):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
@@ -109,6 +115,18 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert there.exists(), target
         if anchor:
             assert anchor in anchors(there), target
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_cells_of_notebooks_have_valid_links_and_commands(notebook: Path) -> None:
+    """Commands name a file of a cluster, for which a shipped one stands here."""
+    cells = MARKDOWN_CELL.findall(notebook.read_text())
+    assert cells
+    told = "\n".join(line.removeprefix("#").strip() for cell in cells for line in cell.splitlines())
+    check_links(told, notebook)
+    for words in (span.split() for span in re.findall(r"`([^`]+)`", told)):
+        if words[0] == "autosync":
+            check_overrides(words[1], [word.replace("=links.yaml", "=four_equal") for word in words[2:]])
 
 
 def test_hydra_can_compose_every_command(page: Path) -> None:
