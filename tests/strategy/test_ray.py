@@ -29,15 +29,26 @@ def ray_cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray", exc_type=ImportError)
     paths = os.pathsep.join([str(Path(__file__).parent), str(EXAMPLES), *filter(None, sys.path)])
     variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    ray.init(
-        num_cpus=2,
-        object_store_memory=200_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": variables},
-    )
+    _start(ray, variables)
     yield ray
     ray.shutdown()
+
+
+def _start(ray: Any, variables: dict[str, str], attempts: int = 3) -> None:
+    """Ray gives its processes 30 s to start, which may be too short beside other tests."""
+    try:
+        ray.init(
+            num_cpus=2,
+            object_store_memory=200_000_000,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": variables},
+        )
+    except Exception as error:
+        ray.shutdown()
+        if attempts == 1 or "timed out during startup" not in str(error):
+            raise
+        _start(ray, variables, attempts - 1)
 
 
 def run(folder: Path, arguments: dict[str, Any] | None, **config: Any) -> tuple[list[dict[str, Any]], Any]:
