@@ -102,9 +102,21 @@ def context() -> ForkServerContext:
 
 
 def start_server() -> None:
-    """Start the server now, for all tests. Forks of this process use it, too."""
+    """Start the server now, for all tests. Forks of this process use it, too.
+
+    What processes print that have no streams of their own, such as torch's warnings of lost peers, is dropped.
+    """
     context().set_forkserver_preload([*PRELOADED, *FURTHER])
-    forkserver.ensure_running()
+    nowhere, kept = os.open(os.devnull, os.O_WRONLY), [os.dup(stream) for stream in (1, 2)]
+    try:
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        forkserver.ensure_running()
+    finally:
+        for stream, own in zip((1, 2), kept, strict=True):
+            os.dup2(own, stream)
+        for one in (nowhere, *kept):
+            os.close(one)
     os.register_at_fork(after_in_child=_keep_server)
 
 

@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 # Relatives of others, and what test_overlap.py, test_job_tuning.py or test_parity.py runs by other plans.
 LONG = (
     "clipping by value", "bf16-true", "unused, accumulation", "buffers, accumulation", "activation checkpoints",
-    "two optimizers, accumulation", "two optimizers, untoggled", "compiled part", "freezing", "tied",
+    "two optimizers, accumulation", "two optimizers, untoggled", "freezing", "tied",
 )  # fmt: skip
 
 
@@ -72,6 +72,7 @@ def test_a_frozen_parameter_does_not_disturb_live_ones_in_its_message(duo, error
         assert gap < 0.02
 
 
+@pytest.mark.slow
 def test_a_compiled_module_equals_ddp(duo) -> None:
     assert max(duo.run(jobs.compiled_whole)) < 1e-6
 

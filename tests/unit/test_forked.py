@@ -10,6 +10,8 @@ from typing import Any
 
 import forked
 import pytest
+from lightning.fabric.strategies.launchers import subprocess_script as fabric_launcher
+from lightning.pytorch.strategies.launchers import subprocess_script as trainer_launcher
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.emulation import netns
@@ -62,6 +64,17 @@ def test_an_error_has_a_status_and_a_traceback() -> None:
     found = forked.run([sys.executable, "-c", "1 / 0"], capture_output=True)
     assert found.returncode == 1
     assert found.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_ranks_of_trainers_and_fabrics_are_forked_unless_new_interpreters_are_asked_for() -> None:
+    launchers = [fabric_launcher, trainer_launcher]
+    try:
+        forked.fork_workers()
+        assert [launcher.subprocess.Popen for launcher in launchers] == [forked.Popen] * 2
+        forked.start_workers()
+        assert [launcher.subprocess.Popen for launcher in launchers] == [subprocess.Popen] * 2
+    finally:
+        forked.fork_workers()
 
 
 def test_other_commands_are_run_as_ever() -> None:
