@@ -56,3 +56,17 @@ def loaders(batch_size: int = 32) -> tuple[DataLoader, DataLoader]:
         DataLoader(TensorDataset(images[training], labels[training]), batch_size, shuffle=True, drop_last=True),
         DataLoader(TensorDataset(images[held_out], labels[held_out]), batch_size),
     )
+
+
+class DigitsData(L.LightningDataModule):
+    """The same batches for LightningCLI and Hydra, which make a data module from a configuration."""
+
+    def __init__(self, batch_size: int = 32) -> None:
+        super().__init__()
+        self.training, self.validation = loaders(batch_size)
+
+    def train_dataloader(self) -> DataLoader:
+        return self.training
+
+    def val_dataloader(self) -> DataLoader:
+        return self.validation
