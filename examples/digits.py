@@ -69,14 +69,14 @@ def loaders(batch_size: int = 32) -> tuple[DataLoader, DataLoader]:
 
 
 class DigitsData(L.LightningDataModule):
-    """The same batches, for commands that import data by its name."""
+    """The same batches for LightningCLI and Hydra, which make a data module from a configuration."""
 
     def __init__(self, batch_size: int = 32) -> None:
         super().__init__()
-        self._training, self._validation = loaders(batch_size)
+        self.training, self.validation = loaders(batch_size)
 
     def train_dataloader(self) -> DataLoader:
-        return self._training
+        return self.training
 
     def val_dataloader(self) -> DataLoader:
-        return self._validation
+        return self.validation

@@ -34,6 +34,7 @@ class OptunaSweeperConf:
             ``interval(0.1,1)``, ``tag(log,interval(1e-4,1))``. The command line adds to them and overrides them.
         sampler: ``{_target_: ...}`` of an Optuna sampler with its arguments, or of ``grid``.
         direction: ``minimize`` or ``maximize`` what the job returns, or a list of these; None compares nothing.
+        metrics: name of what the job returns, or a list of them, as optuna-dashboard shows it; None leaves it unnamed.
         n_trials: of the study, with those of earlier runs; None takes as many as the grid has.
         n_jobs: trials that the launcher gets at a time.
         storage: URL of a database; None is ``study.journal`` in the sweep's directory.
@@ -52,6 +53,7 @@ class OptunaSweeperConf:
     storage: Optional[str] = None  # noqa: UP045
     study_name: str = "sweep"
     max_failure_rate: float = 0.0
+    metrics: Any = None
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -89,8 +88,13 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     return f"{part}: recorded {shown(there.get(part))}, now {json.dumps(here[part])}"
 
 
-def hold_to_metric(study: optuna.Study, compares: bool) -> None:
+def hold_to_metric(study: optuna.Study, compares: bool, metrics: Sequence[str] = ()) -> None:
     """Check that values of the study are of one kind: what jobs return, or how long they took, if nothing is compared.
+
+    Args:
+        study: the study.
+        compares: whether the values are what jobs return.
+        metrics: their names in this case, one for each direction; empty leaves them without names.
 
     Raises:
         SweepError: the study's trials have the other kind.
@@ -102,9 +106,9 @@ def hold_to_metric(study: optuna.Study, compares: bool) -> None:
             "it; choose another hydra.sweep.dir"
         )
     if not compares:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study.set_metric_names([SECONDS])
+        storages.name_metrics(study, [SECONDS])
+    elif metrics:
+        storages.name_metrics(study, metrics)
 
 
 def enqueue_grid(study: optuna.Study, space: Space) -> int:

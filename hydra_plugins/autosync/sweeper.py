@@ -48,16 +48,20 @@ class OptunaSweeper(Sweeper):
         storage: str | None,
         study_name: str,
         max_failure_rate: float,
+        metrics: Any = None,
     ) -> None:
         self._params: Any = OmegaConf.to_container(OmegaConf.create(params), resolve=True)
         self._sampler = sampler
         self._compares = direction is not None
         self._directions = _directions(direction)
+        self._metrics = [metrics] if isinstance(metrics, str) else list(metrics or [])
         self._n_trials = n_trials
         self._n_jobs = n_jobs
         self._storage = storage
         self._study_name = study_name
         self._max_failure_rate = max_failure_rate
+        if self._metrics and self._compares and len(self._metrics) != len(self._directions):
+            raise SweepError(f"hydra.sweeper.metrics: {self._metrics}: expected {len(self._directions)} name(s)")
         if n_jobs < 1 or (n_trials is not None and n_trials < 1):
             raise SweepError("hydra.sweeper: n_trials and n_jobs must be 1 or more")
 
@@ -114,7 +118,7 @@ class OptunaSweeper(Sweeper):
             raise SweepError("hydra.sweeper.n_trials: missing; every sampler but the grid needs it")
         sampler = optuna.samplers.RandomSampler() if grid else _instantiate(self._sampler)
         study = open_study(self._study_name, storage, space, self._directions, sampler)
-        hold_to_metric(study, self._compares)
+        hold_to_metric(study, self._compares, self._metrics)
         if study.trials:
             # With the same seed, a resumed sweep would repeat its first trials.
             sampler.reseed_rng()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from lightning_autosync.search.journal import Journal
 from lightning_autosync.search.passwords import without_password, without_passwords
 
 _JOURNALS = (".journal", ".log", ".jsonl")
+
+
+STEP_SECONDS = "seconds of a step"
+"""Name of the values of studies of plans."""
 
 
 class StudyError(DocumentError):
@@ -64,6 +69,14 @@ def storage_errors() -> Iterator[None]:
         raise StorageError(
             f"the study's storage does not answer: {one_line(error)}; run the same command to resume once it does"
         ) from error
+
+
+def name_metrics(study: optuna.Study, names: Sequence[str]) -> None:
+    """Name the values of a study's trials, one name for each direction, as dashboards and data frames show them."""
+    if study.metric_names != list(names):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.set_metric_names(list(names))
 
 
 def missing_file(storage: str) -> str | None:

@@ -25,7 +25,15 @@ from lightning_autosync.measure.drift import DriftCorrection, run_with_turns
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.passwords import without_password
-from lightning_autosync.search.storages import StudyError, missing_file, one_line, open_storage, storage_errors
+from lightning_autosync.search.storages import (
+    STEP_SECONDS,
+    StudyError,
+    missing_file,
+    name_metrics,
+    one_line,
+    open_storage,
+    storage_errors,
+)
 from lightning_autosync.search.trial_attributes import (
     BASELINE,
     ORIGIN,
@@ -103,6 +111,7 @@ def open_study(
             raise StudyError(f"study '{name}': its trials are not plans; choose another name or storage")
         describe(study, space, first)
     check(study, space)
+    name_metrics(study, [STEP_SECONDS])
     return study
 
 

@@ -33,7 +33,7 @@ from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasureme
 from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
 from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, Origin, plan_of
-from lightning_autosync.search.storages import StudyError, open_storage, storage_errors
+from lightning_autosync.search.storages import STEP_SECONDS, StudyError, name_metrics, open_storage, storage_errors
 from lightning_autosync.search.tuning.comparison import AnyPlan, compare
 from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.opponents import announced_batches, builder_plans
@@ -202,6 +202,7 @@ class HybridTuningRun:
         if study.user_attrs.get(ABOUT, about) != about or (ABOUT not in study.user_attrs and study.get_trials()):
             raise StudyError(f"study '{study.study_name}' belongs to another job; choose another study.name or storage")
         study.set_user_attr(ABOUT, about)
+        name_metrics(study, [STEP_SECONDS])
         return study
 
     @storage_errors()

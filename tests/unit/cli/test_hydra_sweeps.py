@@ -44,6 +44,11 @@ def record(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "sweep" / "result.json").read_text())
 
 
+def study_of(directory: Path) -> optuna.Study:
+    journal = JournalFileBackend(str(directory / "sweep" / "study.journal"))
+    return optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(journal))
+
+
 def jobs(finished: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in finished.stdout.splitlines() if line.startswith("job")]
 
@@ -68,16 +73,12 @@ def test_an_interrupted_grid_goes_on_and_equals_an_undisturbed_one(tmp_path: Pat
     assert [(one["number"], one["params"], one["state"]) for one in found] == [
         (one["number"], one["params"], one["state"]) for one in expected
     ]
-    study = optuna.load_study(
-        study_name="sweep",
-        storage=optuna.storages.JournalStorage(JournalFileBackend(str(disturbed / "sweep" / "study.journal"))),
-    )
-    assert [trial.state for trial in study.trials] == [optuna.trial.TrialState.COMPLETE] * 4
+    assert [trial.state for trial in study_of(disturbed).trials] == [optuna.trial.TrialState.COMPLETE] * 4
 
 
 def test_a_sampler_finds_the_best_and_a_failed_trial_is_told_at_the_end(tmp_path: Path) -> None:
     sampler = ("hydra/sweeper/sampler=tpe", "hydra.sweeper.sampler.seed=0", "hydra.sweeper.sampler.n_startup_trials=3")
-    aim = ("hydra.sweeper.direction=minimize", "hydra.sweeper.n_jobs=3")
+    aim = ("hydra.sweeper.direction=minimize", "hydra.sweeper.n_jobs=3", "hydra.sweeper.metrics=loss")
     first = sweep(tmp_path, "+x=range(1,5)", "+fail_at=4", *sampler, *aim, "hydra.sweeper.n_trials=6")
     more = sweep(
         tmp_path, "+x=range(1,5)", "+fail_at=4", *sampler, *aim, "hydra.sweeper.n_trials=9",
@@ -94,6 +95,7 @@ def test_a_sampler_finds_the_best_and_a_failed_trial_is_told_at_the_end(tmp_path
     assert all(trial["values"] == [(trial["params"]["x"] - 3) ** 2] for trial in trials if trial not in failed)
     assert record(tmp_path)["best"][0]["values"] == [min(one["values"][0] for one in trials if one not in failed)]
     assert (first.returncode == 1) == any(trial["number"] < 6 for trial in failed)
+    assert study_of(tmp_path).metric_names == ["loss"]
 
 
 @pytest.mark.slow
@@ -278,6 +280,7 @@ def test_a_sweep_over_something_else_is_refused(tmp_path: Path) -> None:
             "hydra.sweeper.direction: ['least']: allowed: minimize, maximize",
             marks=pytest.mark.slow,
         ),
+        ((*AIM, "hydra.sweeper.metrics=[a,b]"), "hydra.sweeper.metrics: ['a', 'b']: expected 1 name(s)"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, line: tuple[str, ...], message: str) -> None:

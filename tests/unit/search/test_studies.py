@@ -191,6 +191,17 @@ def test_a_study_goes_on_with_the_domains_that_it_began_with(storage: Path) -> N
         studies.suggest(study.ask(), SPACE)  # so that this test fails if Optuna ever does
 
 
+def test_dashboards_see_what_the_values_are(storage: Path) -> None:
+    """Also in a study of an earlier release, whose values have no name."""
+    study = optuna.create_study(storage=storages.open_storage(storage), study_name="one")
+    studies.describe(study, SPACE)
+    assert study.metric_names is None
+    again = studies.open_study(storage, "one", SPACE)
+    measure(again, [[2.0]])
+    assert studies.load_study(storage).metric_names == ["seconds of a step"]
+    assert any("seconds of a step" in str(column) for column in again.trials_dataframe().columns)
+
+
 def test_a_topology_that_is_not_there_is_an_error_where_it_is_used(storage: Path) -> None:
     began = earlier("native", "pigeons")
     study = studies.open_study(storage, "one", began)
