@@ -49,7 +49,7 @@ class GlobalBatches:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Sequence[int]]:
+    def __iter__(self) -> Iterator[list[int]]:  # as DataLoader's types ask of a batch sampler
         yield from self.sampler
 
 
