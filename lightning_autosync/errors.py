@@ -16,6 +16,7 @@ EXTRAS = {
     "optuna": "tune",
     "pandas": "learn",
     "pyarrow": "learn",
+    "ray": "ray",
     "safetensors": "tune",
     "sklearn": "tune",
     "submitit": "slurm",

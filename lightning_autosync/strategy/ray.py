@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.errors import needed_for
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
 
-try:
+with needed_for("RayAutoSyncStrategy"):
     import ray.train
-except ModuleNotFoundError:
-    raise ModuleNotFoundError("RayAutoSyncStrategy needs ray: pip install 'lightning-autosync[ray]'") from None
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as RayDDPStrategy

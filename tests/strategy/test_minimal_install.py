@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "minimal_job.py"
 
 
+@pytest.mark.slow  # `make minimal` runs the job too
 def test_two_processes_train_without_any_optional_package(tmp_path: Path) -> None:
     outside = {name: value for name, value in os.environ.items() if not name.endswith("RANK")}
     result = tmp_path / "told.json"

@@ -61,6 +61,8 @@ def commands(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     groups = {group.name for group in configuration_directory().iterdir() if group.is_dir()}
     for verb, rest in COMMAND.findall(text.replace("\\\n", " ")):
         kept = []
+        if rest.count("'") % 2:  # the end of a command within another one
+            rest = rest[: rest.rindex("'")]
         for word in shlex.split(rest):
             key, _, value = word.partition("=")
             if word == "..." or (key in groups and PLACEHOLDER.fullmatch(value)):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,9 @@ def test_the_first_failure_ends_the_run(project: pytest.Pytester) -> None:
 
 def test_a_ctrl_c_ends_all_workers_and_their_fixtures(project: pytest.Pytester) -> None:
     project.makepyfile(test_one=INTERRUPTED, test_two=INTERRUPTED)
-    with subprocess.Popen(COMMAND, cwd=project.path, stdout=subprocess.PIPE, text=True) as process:
+    # Shells let jobs in their background ignore Ctrl-C.
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(COMMAND, cwd=project.path, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         began = project.path / "began"
         while not began.exists() or len(began.read_text().split()) < 2:
             assert process.poll() is None

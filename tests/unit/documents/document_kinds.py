@@ -120,6 +120,7 @@ RESULTS = (
     "lab.validation.accuracy",
     "lab.convergence.isolation",
     "cli.report",
+    "report.gain",
     "report.predict",
     "report.hybrid_prediction",
     "training.settings",

@@ -28,7 +28,7 @@ class Alone:
 def test_a_gradient_of_none_counts_as_zeros() -> None:
     """An autograd function returned None for the table: its hook runs, and there is no gradient."""
     table = nn.Parameter(torch.ones(6, 2))
-    message: Any = SimpleNamespace(numel=12, rows=6, sparse=False, variables=("table",))
+    message: Any = SimpleNamespace(name="table", numel=12, rows=6, sparse=False, variables=("table",))
     exchange: Any = Alone()
     gradients = RowGradients(message, table, exchange, world_size=1)
     gradients.arm()

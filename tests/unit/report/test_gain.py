@@ -16,8 +16,8 @@ from lightning_autosync.measure.bench.settings import DDPSweep
 from lightning_autosync.plan import builders
 from lightning_autosync.replay import Constants
 from lightning_autosync.report.gain import GainResult, GainRow, gain_remarks, gain_table
-from lightning_autosync.search.selection import PredictedPlan
 from lightning_autosync.strategy.gain import choose_without_trials, predict_gain
+from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Variable, Workload
 
@@ -70,10 +70,13 @@ def test_batch_shares_have_a_row_where_nodes_have_different_speeds(result: GainR
 def test_the_choice_is_that_of_a_job_which_knows_no_times_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Workload] = []
 
-    def searched(workload: Workload, *rest: Any) -> list[PredictedPlan]:
+    def searched(workload: Workload, *rest: Any) -> list[Alternative]:
         asked.append(workload)
         names = {"byteps": 0.9, "all_reduce": 1.0}
-        return [PredictedPlan(builders.build(name, workload, CLUSTER), names[name], name) for name in names]
+        return [
+            Alternative(builders.build(name, workload, CLUSTER), name, names[name], native=name == "all_reduce")
+            for name in names
+        ]
 
     monkeypatch.setattr("lightning_autosync.strategy.gain.search_plans", searched)
     whole = Workload(name="layers", variables=(*LAYERS, TABLE), forward_time=0.01, backward_time=0.02)

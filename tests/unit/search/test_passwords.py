@@ -148,7 +148,9 @@ def run(folder: Path, *line: str, environment: dict[str, str] | None = None) -> 
 
 
 def assert_hidden(folder: Path, finished: subprocess.CompletedProcess[str]) -> None:
-    left = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "verb.py"}
+    left = {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.stem.split(".")[0] != "verb"
+    }
     assert any(path.name == "config.yaml" for path in left)
     assert [str(path) for path, content in left.items() if b"hunter2" in content and path.suffix != ".db"] == []
     assert "hunter2" not in finished.stdout + finished.stderr
