@@ -30,15 +30,8 @@ def run(name: str, *line: str, cwd: Path | None = None, timeout: float = 240.0) 
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "trainer",
-        pytest.param("fabric", marks=pytest.mark.slow),
-        pytest.param("plan_by_hand", marks=pytest.mark.slow),
-        pytest.param("split_operators", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trainer", "fabric", "plan_by_hand", "split_operators"])
 def test_example_trains(name: str) -> None:
     assert number(ACCURACY, run(name)) > 0.8
 

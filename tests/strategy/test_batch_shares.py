@@ -16,6 +16,7 @@ def test_a_trainer_equals_one_process(quartet, options: dict[str, str]) -> None:
         assert found["distance"] < 1e-6 < 0.1 < found["moved"]
 
 
+@pytest.mark.slow  # the trials of a job are tested in test_job_tuning
 def test_a_job_that_tries_other_plans_equals_one_process(quartet) -> None:
     for found in quartet.run(share_jobs.tuned_against_one_process):
         assert found["distance"] < 1e-6 < 0.1 < found["moved"]

@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "static graph": {"model": "Plain", "strategy": {"static_graph": True}},
 }
 
-SHORT = ["accumulation", "gradient scaler", "thawing"]
+SHORT = ["accumulation", "gradient scaler"]
 
 MIXED: dict[str, dict[str, Any]] = {
     "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_epochs": 10},

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_autosync.errors import MissingPackageError
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 
 
 def test_a_missing_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "lightning_autosync.strategy.ray", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"needs ray: pip install 'lightning-autosync\[ray\]'"):
+    told = r'needs ray, which is not installed: pip install "lightning-autosync\[ray\]"'
+    with pytest.raises(MissingPackageError, match=told):
         importlib.import_module("lightning_autosync.strategy.ray")
 
 

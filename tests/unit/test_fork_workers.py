@@ -126,7 +126,8 @@ def test_the_first_failure_ends_the_run(project: pytest.Pytester) -> None:
 
 
 def test_a_ctrl_c_ends_all_workers_and_their_fixtures(project: pytest.Pytester) -> None:
-    project.makepyfile(test_one=INTERRUPTED, test_two=INTERRUPTED)
+    # A worker takes its next file before the last test of a file ends, so two workers need four files.
+    project.makepyfile(**{f"test_{number}": INTERRUPTED for number in range(4)})
     # Shells let jobs in their background ignore Ctrl-C.
     heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(COMMAND, cwd=project.path, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as process:

@@ -45,7 +45,7 @@ def test_extras_install_what_errors_say(project: dict[str, Any]) -> None:
     for package, extra in of_extras.items():
         assert package not in always
         assert package in required([f"{project['name']}[{extra}]"], project)
-    everything = {*always, *of_extras, "greenlet", "pytorch-lightning"}
+    everything = {*always, *of_extras, "greenlet", "pytorch-lightning"} - {"ray"}  # which is as large as the others
     assert always.keys() | required([f"{project['name']}[all]"], project).keys() == everything
 
 

@@ -76,6 +76,7 @@ def test_an_interrupted_grid_goes_on_and_equals_an_undisturbed_one(tmp_path: Pat
     assert [trial.state for trial in study_of(disturbed).trials] == [optuna.trial.TrialState.COMPLETE] * 4
 
 
+@pytest.mark.slow
 def test_a_sampler_finds_the_best_and_a_failed_trial_is_told_at_the_end(tmp_path: Path) -> None:
     sampler = ("hydra/sweeper/sampler=tpe", "hydra.sweeper.sampler.seed=0", "hydra.sweeper.sampler.n_startup_trials=3")
     aim = ("hydra.sweeper.direction=minimize", "hydra.sweeper.n_jobs=3", "hydra.sweeper.metrics=loss")
