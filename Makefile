@@ -11,9 +11,9 @@ BUILD  := $(BIN)/python -m sphinx -W --keep-going -q
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Many tests start processes of their own, which wait for each other: three at a time keep two cores at work.
+# Many tests start processes of their own, which wait for each other: four at a time keep two cores at work.
 test: $(READY)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m "not slow" -p tests.fork_workers --workers 3
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m "not slow" -p tests.fork_workers --workers 4
 
 test-all: $(READY)
 	AUTOSYNC_ALL_TESTS=1 $(BIN)/python -m pytest -q

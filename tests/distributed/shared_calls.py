@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -121,18 +121,28 @@ def many_messages(engine_steps: int) -> int:
 
 
 def traces() -> list[str]:
-    """What of a running engine has a name outside of its processes: files, and sockets that listen."""
+    """What of a running engine has a name outside of its process: files, and sockets that listen."""
     module = Net()
     plan, cluster = _plan(module, dist.get_world_size())
-    before = set(os.listdir("/dev/shm"))
     with engine(module, plan, cluster, None):
         _backward(module)
-        files = sorted(set(os.listdir("/dev/shm")) - before)
+        mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+        files = [name for name in mapped if name.startswith("/dev/shm/")]
         accepting = 0x10000  # __SO_ACCEPTCON
         sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-        listening = [parts[-1] for parts in sockets if int(parts[3], 16) & accepting]
-        found = files + [name for name in listening if name.startswith("@autosync")]
+        own = _own_sockets()  # other jobs may run on this machine
+        listening = [parts[7:] for parts in sockets if int(parts[3], 16) & accepting and parts[6] in own]
+        found = files + [name for names in listening for name in names if name.startswith("@autosync")]
         dist.barrier()
+    return found
+
+
+def _own_sockets() -> set[str]:
+    """Inodes of the sockets that this process has open."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor of the directory itself
+            found.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
     return found
 
 
