@@ -28,6 +28,8 @@ from lightning_autosync.errors import DocumentError
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README_BYTES = 8000
+LONG = ("CHANGELOG.md", "measured.md")
+"""Pages with many commands, which are composed by `make test-all` only: each takes 0.1 to 0.2 s of a core."""
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -108,6 +110,9 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(there), target
 
 
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG), id=page.name) for page in PAGES]
+)
 def test_hydra_can_compose_every_command(page: Path) -> None:
     for text in blocks(page, "console"):
         for verb, arguments in commands(text):
