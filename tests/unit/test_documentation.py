@@ -28,6 +28,8 @@ from lightning_autosync.errors import DocumentError
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README_BYTES = 8000
+LONG = ("CHANGELOG.md", "measured.md")
+"""Pages with many commands, which are composed by `make test-all` only: each takes 0.1 to 0.2 s of a core."""
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -131,6 +133,9 @@ def test_cells_of_notebooks_have_valid_links_and_commands(notebook: Path) -> Non
             check_overrides(words[1], [word.replace("=links.yaml", "=four_equal") for word in words[2:]])
 
 
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG), id=page.name) for page in PAGES]
+)
 def test_hydra_can_compose_every_command(page: Path) -> None:
     for text in blocks(page, "console"):
         for verb, arguments in commands(text):
