@@ -97,5 +97,14 @@ def test_recommender_reaches_the_same_loss_both_ways() -> None:
 
 
 @pytest.mark.slow
+def test_the_optunahub_sampler_gains_over_optunas() -> None:
+    told = run("optunahub/package/samplers/autosync/example")
+    speedups = {name: float(speedup) for name, speedup in re.findall(r"^(\w+): .*builder: ([\d.]+)$", told, re.M)}
+    assert speedups.keys() == {"autosync", "tpe", "random"}
+    assert speedups["autosync"] > 1.0
+    assert speedups["autosync"] > max(speedups["tpe"], speedups["random"])
+
+
+@pytest.mark.slow
 def test_demo_equals_ddp() -> None:
     assert "Weights equal DDP's" in run("demo")
