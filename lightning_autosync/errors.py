@@ -127,8 +127,8 @@ def needed_for(feature: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
+        package = error.name or ""
+        if package not in EXTRAS:  # such as a part of a package that is installed
             raise
         raise MissingPackageError(
             f'{feature} needs {package}, which is not installed: pip install "lightning-autosync[{EXTRAS[package]}]"'

@@ -189,7 +189,6 @@ class OptunaSweeper(Sweeper):
         try:
             result = _result(found)
             values = self._values(result) if self._compares else [seconds]
-            trial.set_user_attr(FIGURES, figures_of(found))
         except optuna.TrialPruned:
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         except Exception as error:
@@ -198,6 +197,10 @@ class OptunaSweeper(Sweeper):
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             _log.error("Trial %d failed: %s", trial.number, message)
         else:
+            try:
+                trial.set_user_attr(FIGURES, figures_of(found))
+            except Exception as error:  # the trial has its values
+                _log.warning("Trial %d has no figures in the table: %s: %s", trial.number, type(error).__name__, error)
             study.tell(trial, values)
 
     def _values(self, result: Any) -> list[float]:

@@ -40,7 +40,9 @@ class ShownProgress:
         self._shown = -PACE
         self._handlers: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
         console = console or Console(stderr=True)
-        text = TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        text = TextColumn(
+            "{task.fields[text]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        )
         columns = (TextColumn(verb), BarColumn(_BAR), MofNCompleteColumn(), text, TimeRemainingColumn(compact=True))
         drawn = console.is_terminal and not console.is_dumb_terminal
         self._bar = Progress(

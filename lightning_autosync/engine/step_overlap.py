@@ -132,14 +132,18 @@ class StepOverlap:
 
     def _finish(self, index: int, members: list[nn.Parameter]) -> None:
         assert self._engine is not None
+        # The engine makes gradients like parameters, and reads no value of them. It may finish other messages, too.
+        others = [parameter for parameters in self._open.values() for parameter in parameters]
         try:
-            _set_stepping(members, True)  # the engine makes gradients like parameters, and reads no value of them
+            _set_stepping([*members, *others], True)
             self._engine.finish_message(index)
         except BaseException as error:
             _set_stepping(members, False)
             if isinstance(error, Exception):  # after a Ctrl-C, readers may try again
                 self._fail("the gradients of the last step could not be summed", error)
             raise
+        finally:
+            _set_stepping(others, False)
         members, self._released = [*members, *self._released], []
         try:
             _apply([(parameter, due) for parameter in members if (due := due_of(parameter)) is not None])

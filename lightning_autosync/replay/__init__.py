@@ -15,7 +15,7 @@ from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, 
 
 if TYPE_CHECKING:
     from lightning_autosync.replay.replay import Replay
-    from lightning_autosync.replay.warm_up import warm_up
+    from lightning_autosync.replay.warming import warm_up
 
 __all__ = [
     "Bound",
@@ -40,8 +40,7 @@ def __getattr__(name: str) -> Any:
 
         return Replay
     if name == "warm_up":
-        from lightning_autosync.replay.warm_up import warm_up
+        from lightning_autosync.replay.warming import warm_up
 
-        globals()[name] = warm_up  # in place of the module of the same name
         return warm_up
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -8,4 +8,4 @@ from lightning_autosync.errors import needed_for
 with needed_for("The simulation of plans"):
     from numba import njit
 
-compiled = njit(cache=True)
+compiled = njit(cache=True, nogil=True)

@@ -92,9 +92,10 @@ def rank_plans(
     resemble faster plans. Where nothing can be chosen (one rank) or predicted (unknown rates of links), DDP's plan is
     the only one. Row-wise variables never take the backend's exchange of rows; see `place_rows`.
 
-    The search ends early once it stops improving. It runs longer than ``seconds`` by at most the pricing of one plan,
-    or by the first three plans if these alone take longer. Loading the replay's code does not count; see `warm_up`. The
-    result is the same in every process for equal arguments, unless the clock ends the search.
+    The search ends early once it stops improving. It runs longer than ``seconds`` by at most the pricing of one
+    plan, or by the default plans, which are at most six, if these alone take longer. Loading the replay's code does
+    not count; see `warm_up`. The result is the same in every process for equal arguments, unless the clock ends the
+    search.
 
     Args:
         workload: the variables and the times of a step.
@@ -167,6 +168,11 @@ class _SelectionSpace(PlanSpace):
         self._collectives = ("native", "hierarchical") if even and semantics == "exact" else ("native",)
         super().__init__(workload, cluster, semantics)
 
+    @property
+    def sizes_are_free(self) -> bool:
+        """Whether the user left the sizes of messages to builders and search."""
+        return self._bucket_bytes is None
+
     def plan(self, genome: Genome) -> SyncPlan:
         return serve_rows(super().plan(genome), self.workload)
 
@@ -230,7 +236,8 @@ class _Selection:
         if cluster.world_size > 1 and cluster.measured:
             self._try_built(link_method(workload, cluster).build.__name__, bucket_bytes=LINK_BUCKET)
             native[""] = native_sizes(cluster)
-            native |= {f" ({name})": sizes for name, sizes in _NATIVE.items()}
+            if space.sizes_are_free:
+                native |= {f" ({name})": sizes for name, sizes in _NATIVE.items()}
         for name, sizes in native.items():
             plan = space.built("all_reduce", **sizes)
             self._always.add(self._add_built(f"all_reduce{name}", plan).signature)

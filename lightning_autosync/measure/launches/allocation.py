@@ -6,6 +6,7 @@ process.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.launches.launch import StartedCommand, is_slurm_task
 from lightning_autosync.measure.workers.process import OutputTail
 
+_log = logging.getLogger(__name__)
 _VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")
 _HOLD = f'echo "{" ".join(f"${name}" for name in _VARIABLES)}"; exec cat >/dev/null'
 """Command of an allocation that is requested: tells what was allocated, and ends with the pipe from this process."""
@@ -54,6 +56,11 @@ class Allocation:
         """
         hosts = _output(["scontrol", "show", "hostnames", nodes]).split()
         counts = [int(count) for count, times in _COUNT.findall(tasks) for _ in range(int(times or 1))]
+        if len(hosts) != len(counts):
+            raise LaunchError(
+                f"launch=slurm: SLURM names {len(hosts)} nodes ('{nodes}'), and tasks for {len(counts)} ('{tasks}'); "
+                "start the verb in the batch script, without srun"
+            )
         return cls(job, dict(zip(hosts, counts, strict=True)))
 
 
@@ -85,6 +92,8 @@ def open_allocation(shape: tuple[int, int] | None, parameters: Mapping[str, Any]
         _require(tool)
     described = [os.environ.get(name) for name in _VARIABLES]
     if all(described):
+        if parameters:
+            _log.warning("launch.parameters count only for a new job; this one is used: %s", ", ".join(parameters))
         yield Allocation.read(*map(str, described))
         return
     _require("salloc")

@@ -45,7 +45,7 @@ class Contest:
     """
 
     def __init__(self, most: int, known: Sequence[float]) -> None:
-        self._most = most
+        self._most = self._until = most
         self._known = statistics.median(known)
         self._own: list[float] = []
         self._candidate: list[float] = []
@@ -91,11 +91,15 @@ class Contest:
             return True
         if ratio > 1 - LEAST_GAIN + _CLEAR * error:
             return False
-        if min(own, candidate) < self._most:
+        if min(own, candidate) < self._until:
             return None
         if ratio < 1 - LEAST_GAIN - error:
             return True
-        return None if ratio < 1 - LEAST_GAIN and min(own, candidate) < 2 * self._most else False
+        if ratio >= 1 - LEAST_GAIN or self._until > self._most:
+            return False
+        # It is looked at once more, and not after each pass: the best of many looks would favour any plan.
+        self._until = 2 * self._most
+        return None
 
     def _error(self) -> float:
         """Standard error of the ratio."""

@@ -168,7 +168,9 @@ class JobTuning:
         found = self.resolution
         if self._preparation is None or self._preparation.remembered is not None or len(self._schedules) == 1:
             return None
-        return PlanPrices(found.workload, found.cluster, self._constants, self._schedules)
+        assert self._settings.tuning is not None
+        limit = self._settings.tuning.search
+        return PlanPrices(found.workload, found.cluster, self._constants, self._schedules, limit)
 
     def _open_first(self, open_engine: Callable[..., Engine]) -> Engine:
         # After a change of the links, training has begun and waits.

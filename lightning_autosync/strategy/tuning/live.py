@@ -38,7 +38,7 @@ class Alternative:
     Attributes:
         plan: the plan.
         name: name for people.
-        predicted: predicted seconds of its synchronization.
+        predicted: predicted seconds of its synchronization; of a step, once the computation is known.
         native: whether it is the plan of DDP.
     """
 
@@ -135,6 +135,8 @@ class LiveTuner:
         """What the tuner does, or why it has ended."""
         if self._tuner.finished:
             return f"ended: {self._tuner.finished}"
+        if not self._tuner.priced:
+            return "about to predict plans with the computation of the first steps"
         trying = self._tuner.trying
         return "about to try other plans" if trying is None else f"trying {self._alternatives[trying].name}"
 
@@ -187,7 +189,9 @@ class LiveTuner:
         return reason
 
     def close(self) -> None:
-        """Close the engines of all plans but the present one."""
+        """Close the engines of all plans but the present one, and stop predictions."""
+        if self._prices is not None:
+            self._prices.stop()
         self._times.forget()
         if self._tuner.present in self._engines:
             self._switch(self._tuner.present)
@@ -198,9 +202,10 @@ class LiveTuner:
 
     def _try(self, own: PassTimes) -> str:
         if self._times.under_way:
-            known, agreed = len(self._tuner.trials), self._times.take()
+            known, agreed, priced = len(self._tuner.trials), self._times.take(), self._tuner.priced
             self._reprice(agreed)
-            self._tuner.record(agreed.period)
+            # While rank 0 waits for predictions, passes take longer than the plan needs.
+            self._tuner.record(agreed.period if priced else math.nan)
             for trial in self.trials[known:]:
                 rank_zero_info(f"AutoSync: {trial}")
             if self._chosen[-1] == _END:  # all ranks have agreed on that
@@ -235,7 +240,8 @@ class LiveTuner:
                 times = self._computed[1:] or [self.trace.backward]
                 self._prices.start(self._traces[-len(times) :], statistics.median(times))
             return unknown
-        found = self._prices.wait(max(PRICING_WAIT, PRICING_SHARE * self._tuner.usual_seconds))
+        usual = statistics.median(trace.synchronized for trace in self._traces)
+        found = self._prices.wait(max(PRICING_WAIT, PRICING_SHARE * usual))
         return unknown if found is None else found or [each.predicted for each in self._alternatives]
 
     def _watch(self, own: PassTimes) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -62,18 +64,28 @@ def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[Step
 class PlanPrices:
     """Predicts the step times of plans on a thread, while training continues.
 
+    It gives up after ``limit`` seconds, or when a prediction is no number.
+
     Args:
         workload: the parameters of the model.
         cluster: the links, with rates.
         constants: costs of the hosts.
         schedules: the compiled plans; the first is that of the measured steps.
+        limit: maximum seconds of the predictions.
     """
 
     def __init__(
-        self, workload: Workload, cluster: ClusterSpec, constants: Constants, schedules: Sequence[Schedule]
+        self,
+        workload: Workload,
+        cluster: ClusterSpec,
+        constants: Constants,
+        schedules: Sequence[Schedule],
+        limit: float = math.inf,
     ) -> None:
         self._workload, self._cluster, self._constants = workload, cluster, constants
         self._schedules = schedules
+        self._limit = limit
+        self._stopped = threading.Event()
         self._found: list[float] = []
         self._thread: threading.Thread | None = None
 
@@ -83,10 +95,14 @@ class PlanPrices:
         self._thread = threading.Thread(target=job, name="autosync-prices", daemon=True)
         self._thread.start()
 
+    def stop(self) -> None:
+        """Let the thread end after the plan that it predicts now."""
+        self._stopped.set()
+
     def wait(self, seconds: float) -> Sequence[float] | None:
         """Predicted seconds of a step by plan, after at most so many seconds; None if they are not known by then.
 
-        They are empty if the prediction failed. A warning has told why.
+        They are empty if the prediction failed or took too long. A warning has told why it failed.
         """
         if self._thread is None:
             return None
@@ -101,7 +117,14 @@ class PlanPrices:
         speed = min(node.speed for node in self._cluster.nodes)
         timed = timed_workload(self._workload, self._schedules[0], traces, speed * slowest)
         replay = Replay(timed, self._cluster, self._constants)
-        self._found = [replay.predict(schedule).step_time for schedule in self._schedules]
+        end, found = time.monotonic() + self._limit, []
+        for schedule in self._schedules:
+            if self._stopped.is_set() or time.monotonic() > end:
+                return
+            found.append(replay.predict(schedule).step_time)
+        if not all(map(math.isfinite, found)):
+            raise ValueError(f"predicted seconds are {found}")
+        self._found = found
 
     @staticmethod
     def _guarded(predict: Callable[[], None]) -> Callable[[], None]:

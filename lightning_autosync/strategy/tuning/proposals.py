@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload
 
+DESCRIBED = "described"
+"""Origin of links that the user has described."""
+
 
 @dataclass(frozen=True)
 class JobLinks:
@@ -42,6 +45,11 @@ class JobLinks:
     constants: Constants
     fault: str = ""
     origin: str = ""
+
+    @property
+    def told(self) -> str:
+        """What plans were predicted for, in words."""
+        return f"cluster '{self.cluster.name}'" if self.origin == DESCRIBED else self.origin
 
     def describe(self) -> str:
         """Hosts and rates in one line."""
@@ -79,7 +87,7 @@ def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: flo
                 f"cluster '{cluster.name}': {'; '.join(found)}. The plan is chosen for the described rates: correct "
                 "them, or give no cluster, so that the job measures its links"
             )
-        return JobLinks(cluster, Constants(), "" if cluster.measured else "its rates are not given", "described")
+        return JobLinks(cluster, Constants(), "" if cluster.measured else "its rates are not given", DESCRIBED)
     try:
         survey = survey_job(timeout, limit=probe)
     except LaunchError as error:
@@ -112,7 +120,8 @@ def propose(
         rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
         return None, found["fault"]
     proposals = order_plans(list(map(_alternative, found["plans"])), links)
-    return replace(proposals, reason=f"{proposals.reason}{found['remark']}"), ""
+    plans = proposals.plans if tuning.plans else proposals.plans[:1]
+    return Proposals(plans, f"{proposals.reason}{found['remark']}"), ""
 
 
 def search_plans(
@@ -196,7 +205,7 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks) -> Proposals:
     """
     best, native = ranked[0], next(each for each in ranked if each.native)
     first = best if native.predicted > LEAST_GAIN * best.predicted else native
-    times = f"predicted for {links.origin}: {best.predicted:.3g} s to synchronize a step"
+    times = f"predicted for {links.told}: {best.predicted:.3g} s to synchronize a step"
     reason = (
         f"{best.name}, {times}, and {native.predicted:.3g} s with a native all-reduce"
         if first is best

@@ -19,6 +19,8 @@ LARGEST_RATIO = 1.1
 KIND_SPREAD, OWN_SPREAD = 0.1, 0.08
 """Standard deviations of the logarithm of measured over predicted time, relative to the present plan: of the part that
 all plans of a kind have in common, before any was measured, and of each plan's own part."""
+_LARGEST_ERROR = 3 * KIND_SPREAD
+"""Largest error of a prediction that counts for other plans of its kind."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,9 @@ class Tuner:
         self.trials.append(Trial(self._trying, self.present, accepted, contest.seconds, contest.passes))
         predicted = self._candidates[self._trying].predicted / self._candidates[self.present].predicted
         if sign := self._kind_sign(self._trying):
-            self._kind_errors.append(sign * math.log(contest.ratio / predicted))
+            error = math.log(contest.ratio / predicted)
+            # A single plan may be far worse than all others of its kind.
+            self._kind_errors.append(sign * max(-_LARGEST_ERROR, min(error, _LARGEST_ERROR)))
         if accepted:
             self.present = self._trying
         self._known = [contest.seconds[accepted]] * min(self._passes, _LEAST_KNOWN)

@@ -173,6 +173,14 @@ def test_compression_only_if_allowed(found: list[PredictedPlan]) -> None:
     assert compressed.seconds < found[0].seconds
 
 
+def test_buckets_of_several_sizes_are_proposed_unless_the_user_states_one() -> None:
+    large = Workload(name="large", variables=tuple(Variable(name=f"w{n}", shape=(500, 1000)) for n in range(8)))
+    origins = {one.origin for one in ranked(large, seconds=0.0)}
+    assert {"all_reduce", "all_reduce (5 MiB)", "all_reduce (100 MiB)"} <= origins  # 1 MiB: as sized for the links
+    stated = {one.origin for one in ranked(large, seconds=0.0, bucket_bytes=2**20)}
+    assert not [name for name in stated if name.startswith("all_reduce (")]
+
+
 def test_messages_have_the_size_that_the_user_states() -> None:
     size = 4 * 60 * 70 * 4  # four variables
     for one in ranked(bucket_bytes=size):
