@@ -111,6 +111,7 @@ def _travels(row: GainRow) -> tuple[str, str]:
 def gain_remarks(result: GainResult) -> Iterator[str]:
     """Lines below the table."""
     yield f"AutoSync, without trials: {result.reason}"
+    yield "AutoSync chooses before a job knows its computation and touched rows; the table counts both"
     yield "speedup: step time of the best DDP divided by this step time; MB sent: mean of the ranks, in a step"
     if not result.computes:
         yield "the times of forward and backward are unknown and count as 0, so these are times of synchronization"

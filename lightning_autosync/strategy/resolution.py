@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import counted
 from lightning_autosync.engine.exchanges.shared_memory import sharing_fault
 from lightning_autosync.engine.replicas import require_equal_structures
 from lightning_autosync.errors import ClusterError, OpeningError, PlanError
@@ -187,7 +188,8 @@ def _cluster(settings: StrategySettings, nodes: int, devices: int) -> ClusterSpe
     if settings.cluster.world_size != nodes * devices:
         raise ClusterError(
             f"cluster '{settings.cluster.name}': it has {settings.cluster.world_size} ranks, but the job has "
-            f"{nodes * devices} ({nodes} nodes x {devices} devices)"
+            f"{nodes * devices} ({counted(nodes, 'node')} x {counted(devices, 'device')}); change num_nodes and devices "
+            "of the Trainer, or the cluster; without one, the job measures its links"
         )
     return settings.cluster
 

@@ -71,7 +71,7 @@ class JobTuning:
         self._recorder: Recorder | None = None
         self._schedules: list[Schedule] = []
         self._trials: list[TrialReport] = []
-        self._ended = "off"
+        self._ended = "no other plan is tried"
 
     @property
     def resolution(self) -> Resolution:

@@ -187,6 +187,8 @@ def _first_rank_result(
             return result
 
 
+SEARCHED = "search"
+"""Name of plans that are no builder's."""
 NATIVE = "all_reduce"
 """Name of DDP's plan, with buckets sized for the links."""
 
@@ -206,10 +208,11 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks) -> Proposals:
     best, native = ranked[0], next(each for each in ranked if each.native)
     first = best if native.predicted > LEAST_GAIN * best.predicted else native
     times = f"predicted for {links.told}: {best.predicted:.3g} s to synchronize a step"
+    found = "a plan that the search found" if best.name == SEARCHED else best.name
     reason = (
-        f"{best.name}, {times}, and {native.predicted:.3g} s with a native all-reduce"
+        f"{found}, {times}, and {native.predicted:.3g} s with a native all-reduce"
         if first is best
-        else f"fused native all-reduce, because no plan is predicted more than 5% faster ({times} with {best.name}, "
-        f"{native.predicted:.3g} s with it)"
+        else f"fused native all-reduce, because no plan is predicted more than 5% faster ({times} with {found}, "
+        f"{native.predicted:.3g} s with the native all-reduce)"
     )
     return Proposals([first, *(each for each in ranked if each is not first)], reason)
