@@ -188,8 +188,8 @@ def _cluster(settings: StrategySettings, nodes: int, devices: int) -> ClusterSpe
     if settings.cluster.world_size != nodes * devices:
         raise ClusterError(
             f"cluster '{settings.cluster.name}': it has {settings.cluster.world_size} ranks, but the job has "
-            f"{nodes * devices} ({counted(nodes, 'node')} x {counted(devices, 'device')}); change num_nodes and devices "
-            "of the Trainer, or the cluster; without one, the job measures its links"
+            f"{nodes * devices} ({counted(nodes, 'node')} x {counted(devices, 'device')}); change num_nodes and "
+            "devices of the Trainer, or the cluster; without one, the job measures its links"
         )
     return settings.cluster
 
