@@ -48,11 +48,13 @@ $(SPHINX): $(READY) pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
-# torch comes first and alone, so that the pinned build is there before anything else asks for it.
+# torch comes first and alone, so that the pinned build is there before anything else asks for it. The replay is compiled
+# here, so that neither the demo nor the tests have to wait for it.
 $(READY): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c 'from lightning_autosync.replay import warm_up; warm_up()'
 	touch $@
 
 clean:

@@ -9,6 +9,7 @@ from lightning_autosync.errors import needed_for
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
 
 with needed_for("RayAutoSyncStrategy"):
+    import ray
     import ray.train
 
 if TYPE_CHECKING:
