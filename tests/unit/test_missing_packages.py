@@ -21,7 +21,7 @@ FEATURES = {
     "slurm": ("launch=slurm", "submitit"),
     "command": ("autosync tune: This command", "hydra"),
 }
-"""By the name of a call in `CALLS`: what is told to need which package."""
+"""For each call in `CALLS`: the feature that the error names, and the package that it lacks."""
 
 CALLS = """
 import sys
