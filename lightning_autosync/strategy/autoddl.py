@@ -76,7 +76,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             as "4GB". None (default): no limit.
         save_distributed_checkpoint: True: each rank writes its parts into a folder (``torch.distributed.checkpoint``).
             False (default): rank 0 writes one file with the unsplit model.
-        scheduling: as of `AutoSyncStrategy`; ``batch`` (default) or None.
+        scheduling: as of `AutoSyncStrategy`; None (default) or ``batch``.
         bucket_cap_mb: size of a fused message in MiB. None (default): the builder's own size.
         broadcast_buffers: whether all ranks get rank 0's buffers, at the start and before forward passes. None
             (default) means True.
@@ -104,7 +104,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         memory: str | float | None = None,
         *,
         save_distributed_checkpoint: bool = False,
-        scheduling: Scheduling = "batch",
+        scheduling: Scheduling = None,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         check_replicas: int = CHECK_REPLICAS,

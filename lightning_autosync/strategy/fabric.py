@@ -84,7 +84,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         plan: PlanArgument = None,
         semantics: Semantics = "exact",
         cluster: ClusterArgument = None,
-        scheduling: Scheduling = "batch",
+        scheduling: Scheduling = None,
         *,
         tuning: TuningArgument = "auto",
         batch_shares: SharesArgument = None,

@@ -70,8 +70,8 @@ class AutoSyncMixin(CollectiveCalls):
             ``relaxed``. A plan that goes further is refused.
         cluster: nodes and links of the job: a `ClusterSpec`, the path of its file, or the name of a shipped cluster.
             None or ``auto`` (default): unknown, so links are measured before training.
-        scheduling: ``batch`` (default) runs ranks that compute on CPUs under Linux's SCHED_BATCH, so that small
-            messages wait less where ranks share cores. None keeps the system's scheduling.
+        scheduling: None (default) keeps the system's scheduling policy. ``batch`` runs ranks that compute on CPUs
+            under Linux's SCHED_BATCH, which helps small messages on some older kernels and costs on newer ones.
         tuning: how a job on several nodes that gives no plan finds one. ``auto`` (default): it measures links if no
             cluster is given, searches by simulation, and then tries plans on training steps. `TuningSettings` sets its
             limits. ``off``: the plan follows from the cluster alone.
@@ -126,7 +126,7 @@ class AutoSyncMixin(CollectiveCalls):
         plan: PlanArgument = None,
         semantics: Semantics = "exact",
         cluster: ClusterArgument = None,
-        scheduling: Scheduling = "batch",
+        scheduling: Scheduling = None,
         *,
         tuning: TuningArgument = "auto",
         batch_shares: SharesArgument = None,
