@@ -118,7 +118,13 @@ def make_module(
     return Noting()
 
 
-def fit(module: Any, framework: str = "lightning.pytorch", strategy: Any = None, **arguments: Any) -> Any:
+def fit(
+    module: Any,
+    framework: str = "lightning.pytorch",
+    strategy: Any = None,
+    ckpt_path: str | None = None,
+    **arguments: Any,
+) -> Any:
     """The trainer after training with unequal shares."""
     flavour = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch"}[framework]
     if not hasattr(strategy, "setup"):
@@ -128,7 +134,7 @@ def fit(module: Any, framework: str = "lightning.pytorch", strategy: Any = None,
     environment = import_module(f"{environments}.plugins.environments").TorchElasticEnvironment()
     options = {"devices": dist.get_world_size(), "plugins": [environment], **QUIET, **arguments}
     trainer = import_module(framework).Trainer(accelerator="cpu", strategy=strategy, **options)
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=ckpt_path)
     return trainer
 
 
