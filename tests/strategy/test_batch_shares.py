@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import share_jobs
 import share_state_jobs
@@ -61,10 +63,15 @@ def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet) ->
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"begin": 25}, pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow), {"begin": 9, "fabric": True}],
+    [
+        {"begin": 25},
+        pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow),
+        {"begin": 9, "fabric": True},
+        {"begin": 25, "sampler": "stream"},
+    ],
     ids=str,
 )
-def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, arguments: dict[str, int]) -> None:
+def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, arguments: dict[str, Any]) -> None:
     for found in quartet.run(share_jobs.slows_down, **arguments):
         begin = arguments["begin"]
         assert set(found["samples"][:begin]) == {4}

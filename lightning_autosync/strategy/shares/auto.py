@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_autosync.engine.collectives import group_device
-from lightning_autosync.errors import ExchangeError, PlanError
+from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, PresentBatch
 from lightning_autosync.strategy.shares.cuts import Shares, check_length, divide
 from lightning_autosync.strategy.shares.decision import FIRST_PASSES, Balancer, Pass
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
-from lightning_autosync.strategy.shares.streams import StreamBatches
+from lightning_autosync.strategy.shares.streams import ChangingStreamBatches, StreamBatches, cut_stream_anew
 
 EVERY = 3
 """Synchronized passes between two exchanges of times, after the first ones."""
@@ -76,10 +76,8 @@ class AutoShares(BatchShares):
         self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
 
     def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
-        raise PlanError(
-            "batch_shares='auto': the shares of a GlobalStream cannot change, because workers of the data loader cut "
-            "it; give a share for each rank"
-        )
+        assert loader.batch_size is not None
+        return cut_stream_anew(loader, self, loader.batch_size * len(self.shares), len(self.shares))
 
     # Measurement
 
@@ -157,7 +155,7 @@ class AutoShares(BatchShares):
         passes, expected = [], self.changes[-1][1] if self.changes else None
         for samples, busy, steps in zip(*(table[:, first::3].T.tolist() for first in (1, 2, 3)), strict=True):
             # Batches that were drawn before the last change tell nothing new.
-            valid = all(map(math.isfinite, busy)) and sum(samples) == self._total
+            valid = all(0.0 < own < math.inf for own in busy) and sum(samples) == self._total
             if valid and (expected is None or tuple(samples) == expected):
                 expected = tuple(map(int, samples))
                 passes.append(Pass(busy, max(steps)))
@@ -175,7 +173,7 @@ class AutoShares(BatchShares):
             counts: the new samples of each rank.
             taken_back: whether they are those before the last change.
         """
-        assert isinstance(self.present.sampler, SharedBatchSampler)
+        assert isinstance(self.present.sampler, SharedBatchSampler | ChangingStreamBatches)
         number, batch = self.present.sampler.position
         # The largest of negated numbers is the negated least, so one all-reduce does for both.
         places = torch.tensor([number, -number, batch], dtype=torch.int64, device=group_device(None))
