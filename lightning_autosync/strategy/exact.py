@@ -293,7 +293,7 @@ class ExactReplica(Replica):
     def _end_pass(self) -> None:
         self._weights.count()
         if self._shares is not None:
-            self._shares.end_pass()
+            self._shares.end_pass(steady=not self._tuning.trying)
         if self._tuning.after_pass():
             self._plan_anew()
 

@@ -57,13 +57,16 @@ class Numbered(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """The same samples in order, dealt out to the workers of a data loader."""
 
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+
     def __iter__(self) -> Any:
-        worker, data = get_worker_info(), Numbered()
+        worker, data = get_worker_info(), Numbered(self.samples)
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         return (data[number] for number in range(first, len(data), step))
 
     def __len__(self) -> int:
-        return SAMPLES
+        return self.samples
 
 
 def network() -> nn.Module:
@@ -109,7 +112,7 @@ def make_module(
                 weights = torch.linspace(1.0, 2.0, len(data))
                 return DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, 40, replacement=False))
             if sampler == "stream":
-                return DataLoader(GlobalStream(Stream()), BATCH, drop_last=True, **options)
+                return DataLoader(GlobalStream(Stream(samples)), BATCH, drop_last=True, **options)
             if sampler == "global":
                 batches = GlobalBatches(BatchSampler(SequentialSampler(data), 16, drop_last=False))
                 return DataLoader(data, batch_sampler=batches)
@@ -118,7 +121,13 @@ def make_module(
     return Noting()
 
 
-def fit(module: Any, framework: str = "lightning.pytorch", strategy: Any = None, **arguments: Any) -> Any:
+def fit(
+    module: Any,
+    framework: str = "lightning.pytorch",
+    strategy: Any = None,
+    ckpt_path: str | None = None,
+    **arguments: Any,
+) -> Any:
     """The trainer after training with unequal shares."""
     flavour = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch"}[framework]
     if not hasattr(strategy, "setup"):
@@ -128,7 +137,7 @@ def fit(module: Any, framework: str = "lightning.pytorch", strategy: Any = None,
     environment = import_module(f"{environments}.plugins.environments").TorchElasticEnvironment()
     options = {"devices": dist.get_world_size(), "plugins": [environment], **QUIET, **arguments}
     trainer = import_module(framework).Trainer(accelerator="cpu", strategy=strategy, **options)
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -274,7 +283,7 @@ class Clock:
         return self.seconds
 
 
-def slows_down(workers: int = 0, begin: int = 0, fabric: bool = False) -> dict[str, Any]:
+def slows_down(workers: int = 0, begin: int = 0, fabric: bool = False, sampler: str = "shuffle") -> dict[str, Any]:
     """Samples of the last rank by batch, whose computation takes four times as long from batch ``begin`` on."""
     clock, rank = Clock(), dist.get_rank()
 
@@ -283,14 +292,16 @@ def slows_down(workers: int = 0, begin: int = 0, fabric: bool = False) -> dict[s
         clock.seconds += (0.1 + 0.05 * samples) * (4.0 if slow else 1.0)
 
     with mock.patch.object(auto, "now", clock):
-        run = slows_down_in_fabric if fabric else slows_down_in_trainer
-        seen, lost = run(compute, workers)
+        if fabric:
+            seen, lost = slows_down_in_fabric(compute, workers)
+        else:
+            seen, lost = slows_down_in_trainer(compute, workers, sampler)
     return {"samples": seen, "lost": lost}
 
 
-def slows_down_in_trainer(compute: Any, workers: int) -> tuple[list[int], float]:
-    samples = 16 * 40 + 3
-    module = make_module(workers=workers, samples=samples)
+def slows_down_in_trainer(compute: Any, workers: int, sampler: str) -> tuple[list[int], float]:
+    samples = 16 * 40 + (0 if sampler == "stream" else 3)
+    module = make_module(sampler=sampler, workers=workers, samples=samples)
     module.compute = compute
     fit(module, max_epochs=2, strategy={"batch_shares": "auto"})
     made = [len(numbers) if total == 16 else -1 for _, numbers, total in module.seen]

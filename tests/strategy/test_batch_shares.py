@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import share_jobs
+import share_state_jobs
 from share_jobs import SAMPLES
 from sweeps import sweep
 
@@ -60,10 +63,15 @@ def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet) ->
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"begin": 25}, pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow), {"begin": 9, "fabric": True}],
+    [
+        {"begin": 25},
+        pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow),
+        {"begin": 9, "fabric": True},
+        {"begin": 25, "sampler": "stream"},
+    ],
     ids=str,
 )
-def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, arguments: dict[str, int]) -> None:
+def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, arguments: dict[str, Any]) -> None:
     for found in quartet.run(share_jobs.slows_down, **arguments):
         begin = arguments["begin"]
         assert set(found["samples"][:begin]) == {4}
@@ -96,3 +104,29 @@ def test_unequal_tensors_are_not_gathered_within_a_step(quartet) -> None:
 def test_batch_samplers_have_the_same_length_on_all_ranks(quartet) -> None:
     for found in quartet.run(share_jobs.batch_samplers_of_different_lengths):
         assert found.startswith("batch_shares: the batch sampler in GlobalBatches has 1 to 2 batches")
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all_but_one_without_samples_does_not(quartet) -> None:
+    for found in quartet.run(share_state_jobs.overflows):
+        assert found["scale"] == 2.0**8  # halved once in each of two epochs
+        assert found["distance"] < 1e-6
+
+
+def test_sparse_gradients_are_weighted(quartet) -> None:
+    for found in quartet.run(share_state_jobs.sparse_rows):
+        assert found["distance"] < 1e-6 < 0.1 < found["moved"]
+
+
+@pytest.mark.parametrize("compressor", sweep(["int8", "bf16"], ["int8"]))
+def test_error_feedback_keeps_what_weighted_gradients_lost(quartet, compressor: str) -> None:
+    for found in quartet.run(share_state_jobs.error_feedback, compressor=compressor):
+        assert found["residual"] > 1e-4
+        assert found["unexplained"] < 1e-5
+
+
+@pytest.mark.parametrize("shares", sweep(["auto", (4, 2, 1, 1)], ["auto"]), ids=str)
+def test_a_job_that_changed_its_shares_resumes_in_mid_epoch(quartet, tmp_path, shares) -> None:
+    for found in quartet.run(share_state_jobs.resumes_in_mid_epoch, folder=str(tmp_path), shares=shares):
+        assert (found["before"][0], found["before"][-1]) == (4, 1)
+        assert (found["after"][0], found["after"][-1]) == ((4, 1) if shares == "auto" else (2, 2))
+        assert found["distance"] < 1e-6

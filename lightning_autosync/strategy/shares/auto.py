@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,19 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_autosync.engine.collectives import group_device
-from lightning_autosync.errors import ExchangeError, PlanError
+from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import accumulation
-from lightning_autosync.strategy.shares.balance import Balancer, Window
 from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, PresentBatch
 from lightning_autosync.strategy.shares.cuts import Shares, check_length, divide
+from lightning_autosync.strategy.shares.decision import FIRST_PASSES, Balancer, Pass
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
-from lightning_autosync.strategy.shares.streams import StreamBatches
+from lightning_autosync.strategy.shares.streams import ChangingStreamBatches, StreamBatches, cut_stream_anew
 
 EVERY = 3
-"""Synchronized passes between two exchanges of times."""
-FIRST = 2
-"""Synchronized passes before the first exchange: the sooner shares change, the fewer steps wait for a slow rank."""
+"""Synchronized passes between two exchanges of times, after the first ones."""
 
 now = time.perf_counter
 """The clock; tests replace it."""
@@ -57,8 +54,9 @@ class AutoShares(BatchShares):
         self._balancer = Balancer()
         self._passes_done = 0
         self._total: int | None = None
-        self._begun = self._busy = 0.0
-        self._measured: tuple[int, list[float]] = (0, [])
+        self._begun = self._busy = self._ended = math.nan
+        self._samples = 0
+        self._measured: list[tuple[float, float, float]] = []
         self._under_way: tuple[Tensor, Any] | None = None
 
     def counts(self, position: Position, total: int) -> Sequence[int]:
@@ -78,10 +76,8 @@ class AutoShares(BatchShares):
         self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
 
     def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
-        raise PlanError(
-            "batch_shares='auto': the shares of a GlobalStream cannot change, because workers of the data loader cut "
-            "it; give a share for each rank"
-        )
+        assert loader.batch_size is not None
+        return cut_stream_anew(loader, self, loader.batch_size * len(self.shares), len(self.shares))
 
     # Measurement
 
@@ -104,17 +100,22 @@ class AutoShares(BatchShares):
         finally:
             self._begun += now() - begun
 
-    def _keep(self) -> None:
-        """Keep the time of a pass whose batch was as large as others, but not of the first pass, which allocates."""
-        self._begun = now()
-        if self.cut is None or self._passes_done == 1 or math.isnan(self._busy):
-            return
-        if self.cut.total < self.cut.ranks:  # a rank without samples computes one of another rank's
-            return
-        self._total = self._total or self.cut.total
-        if self.cut.total == self._total:
-            samples, seconds = self._measured
-            self._measured = (self.cut.samples, [*(seconds if samples == self.cut.samples else []), self._busy])
+    def _keep(self, steady: bool) -> None:
+        """Keep the times of a pass; not a number where it does not count.
+
+        It counts if its batch was as large as others. The first pass does not, nor the first with another number of
+        samples, because they allocate or compile.
+        """
+        ended, cut = now(), self.cut
+        busy, step = self._busy, ended - self._ended if steady else math.nan
+        self._begun = self._ended = ended
+        if cut is not None and cut.total >= cut.ranks:  # else a rank without samples computes one of another rank's
+            self._total = self._total or cut.total
+        samples = 0 if cut is None or cut.total != self._total else cut.samples
+        if samples != self._samples:
+            busy = math.nan
+        self._samples = samples or self._samples
+        self._measured = [*self._measured, (samples, busy, step)][-EVERY:]
 
     def _now(self) -> float:
         if self._device.type != "cpu":
@@ -123,42 +124,56 @@ class AutoShares(BatchShares):
 
     # Agreement
 
-    def end_pass(self) -> None:
+    def end_pass(self, steady: bool) -> None:
         self._passes_done += 1
-        self._keep()
+        self._keep(steady)
         if self._under_way is not None:
             self._decide()
-        elif self._passes_done % EVERY == 0 or self._passes_done == FIRST:
+        elif 1 < self._passes_done <= FIRST_PASSES:
+            self._exchange()
+            self._decide()  # at once: the sooner shares change, the fewer steps wait for a slow rank
+        elif self._passes_done % EVERY == 0:
             self._exchange()
 
     def _exchange(self) -> None:
         """Start to tell other ranks the times of this one."""
-        samples, seconds = self._measured
-        self._measured = (samples, [])
-        least, usual = (min(seconds), statistics.median(seconds)) if seconds else (math.nan, math.nan)
+        missing = EVERY - len(self._measured)
+        times = [value for each in self._measured for value in each] + [math.nan] * (3 * missing)
+        self._measured = []
         bound = math.inf if self.partial is None else self.partial.limit
-        own = torch.tensor([[samples, least, usual, bound]], dtype=torch.float64, device=group_device(None))
+        own = torch.tensor([[bound, *times]], dtype=torch.float64, device=group_device(None))
         table = own.new_zeros(len(self.shares), own.shape[1])
         self._under_way = (table, dist.all_gather_into_tensor(table, own, async_op=True))
 
     def _decide(self) -> None:
+        """Wait for the times of all ranks, which are those of the same passes, and change shares if that pays."""
         assert self._under_way is not None
         table, work = self._under_way
         self._under_way = None
         work.wait()
-        samples, least, usual, bounds = zip(*table.tolist(), strict=True)
-        counts = [int(count) for count in samples]
-        # Batches that were drawn before the last change tell nothing new, and ranks may have measured different ones.
-        expected = self.changes[-1][1] if self.changes else tuple(counts)
-        if tuple(counts) != expected or sum(counts) != self._total or not all(map(math.isfinite, least)):
+        bounds = table[:, 0].tolist()
+        passes, expected = [], self.changes[-1][1] if self.changes else None
+        for samples, busy, steps in zip(*(table[:, first::3].T.tolist() for first in (1, 2, 3)), strict=True):
+            # Batches that were drawn before the last change tell nothing new.
+            valid = all(0.0 < own < math.inf for own in busy) and sum(samples) == self._total
+            if valid and (expected is None or tuple(samples) == expected):
+                expected = tuple(map(int, samples))
+                passes.append(Pass(busy, max(steps)))
+        if not passes or expected is None:
             return
-        best = self._balancer.record(counts, Window(least, usual), bounds)
+        taken_back = self._balancer.taken_back
+        best = self._balancer.record(expected, passes, bounds)
         if best is not None:
-            self._change(tuple(best))
+            self._change(tuple(best), self._balancer.taken_back > taken_back)
 
-    def _change(self, counts: tuple[int, ...]) -> None:
-        """Take other shares from the first batch that no rank has drawn."""
-        assert isinstance(self.present.sampler, SharedBatchSampler)
+    def _change(self, counts: tuple[int, ...], taken_back: bool) -> None:
+        """Take other shares from the first batch that no rank has drawn.
+
+        Args:
+            counts: the new samples of each rank.
+            taken_back: whether they are those before the last change.
+        """
+        assert isinstance(self.present.sampler, SharedBatchSampler | ChangingStreamBatches)
         number, batch = self.present.sampler.position
         # The largest of negated numbers is the negated least, so one all-reduce does for both.
         places = torch.tensor([number, -number, batch], dtype=torch.int64, device=group_device(None))
@@ -173,9 +188,10 @@ class AutoShares(BatchShares):
         self.shares = tuple(map(float, counts))
         slowest = max(line.each for line in self._balancer.lines)
         speeds = ", ".join(f"{slowest / line.each:.2g}" for line in self._balancer.lines)
+        why = "the last change made steps no faster" if taken_back else f"speeds relative to the slowest: {speeds}"
         rank_zero_info(
             f"AutoSync: from batch {batch} of this epoch on, ranks compute {', '.join(map(str, counts))} of "
-            f"{sum(counts)} samples (speeds relative to the slowest: {speeds})"
+            f"{sum(counts)} samples ({why})"
         )
 
 

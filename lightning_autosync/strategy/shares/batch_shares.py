@@ -312,8 +312,12 @@ class BatchShares:
     def end_backward(self) -> None:
         """Called at the end of a synchronized backward pass, before this rank waits for others."""
 
-    def end_pass(self) -> None:
-        """Called on all ranks after each synchronized pass; collective."""
+    def end_pass(self, steady: bool) -> None:
+        """Called on all ranks after each synchronized pass; collective.
+
+        Args:
+            steady: whether the plan stays as it is; otherwise steps may take longer because of another plan.
+        """
 
     def collective(self, what: str) -> AbstractContextManager[None]:
         """The context of a collective operation of the user's; ``what`` is its name for messages.

@@ -135,6 +135,27 @@ def test_a_loader_can_be_cut_again() -> None:
         assert [len(batch) for batch in loader] == [2 * shares[0]] * 2
 
 
-def test_shares_of_a_stream_cannot_follow_speeds() -> None:
-    with pytest.raises(PlanError, match=r"^batch_shares='auto': the shares of a GlobalStream cannot change"):
-        AutoShares(0, 3, torch.device("cpu")).cut_loader(DataLoader(GlobalStream(Stream()), 4, drop_last=True))
+def test_shares_of_a_stream_that_workers_cut_cannot_change() -> None:
+    loader = DataLoader(GlobalStream(Stream()), 4, drop_last=True, num_workers=1)
+    with pytest.raises(PlanError, match=r"^batch_shares='auto': the shares of a GlobalStream cannot change with"):
+        AutoShares(0, 3, torch.device("cpu")).cut_loader(loader)
+
+
+def test_shares_of_a_stream_change_from_the_next_batch_on() -> None:
+    drawn: list[list[list[int]]] = []
+    for rank in range(2):
+        shares = AutoShares(rank, 2, torch.device("cpu"))
+        loader = DataLoader(GlobalStream(range(29)), 4, drop_last=True)
+        sampler = shares.cut_loader(loader)
+        own = []
+        for _ in range(2):  # passes
+            for batch in loader:
+                own.append(batch.tolist())
+                assert sampler.take().samples == len(batch)
+                if len(own) == 2:
+                    shares.changes.append((sampler.position, (1, 7)))
+        drawn.append(own)
+    assert [list(map(len, own)) for own in drawn] == [[4, 4, 1, 1, 1, 1], [4, 4, 7, 7, 7, 7]]
+    assert [one + other for one, other in zip(*drawn, strict=True)] == [
+        list(range(begin, begin + 8)) for begin in (0, 8, 16)
+    ] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.fabric import SharedLoader
 from lightning_autosync.strategy.shares.auto import AutoShares
-from lightning_autosync.strategy.shares.batch_shares import BatchShares, PresentBatch
+from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.shares.cuts import Cut
 from lightning_autosync.strategy.trainer import check_one_loader
 
@@ -92,11 +93,12 @@ def test_loaders_in_a_loader_are_several() -> None:
         check_one_loader(trainer({"a": {"b": DataLoader(one), "c": DataLoader(one)}}))
 
 
-def test_a_batch_with_fewer_samples_than_ranks_is_not_timed() -> None:
+def test_a_batch_counts_that_is_as_large_as_others_and_not_the_first_one() -> None:
     shares = AutoShares(0, 3, torch.device("cpu"))
-    for total, timed in ((2, 0), (6, 1), (6, 2)):
-        shares.present = PresentBatch(Cut(total // 3, total, 3))
-        shares._passes_done += 2
+    for total in (2, 6, 6, 4, 6):  # the first one has fewer samples than there are ranks
+        sampler: Any = SimpleNamespace(take=lambda total=total: Cut(total // 3, total, 3))
+        shares.begin_batch(None, sampler)
         shares.end_backward()
-        shares._keep()
-        assert len(shares._measured[1]) == timed
+        shares._keep(steady=True)
+    kept = [(samples, math.isfinite(busy)) for samples, busy, _ in shares._measured]
+    assert kept == [(2, True), (0, False), (2, True)]
