@@ -289,8 +289,10 @@ class _FrameGraph:
         handled = 2 * ranks**2 + (rank + stage.ring_way) % ranks * ranks + rank
         last = self._node(handled, 1.0, 0.0, stage.frame_cost(self._constants) / 2, 0.0)
         for sender in queue:
-            pair = (ranks + sender) * ranks + (sender + stage.ring_way) % ranks
-            behind = self._node(pair, _NOTICE, 0.0, 0.0, 0.0)
+            beyond = (sender + stage.ring_way) % ranks
+            # It leaves the queue as that rank's data does, but travels elsewhere: so without the latency of that route.
+            latency = self._notice(sender, beyond, WITH_NOTICE)
+            behind = self._node((ranks + sender) * ranks + beyond, _NOTICE, 0.0, 0.0, -latency)
             self._edges += [(received, behind), (behind, last)]
         return last
 
