@@ -127,14 +127,15 @@ def _with_early_parts(
     alone = order.after[: len(stages), 0] < 0
     parted = alone & numpy.array([not stage.deferred and bool(stage.flows) for stage in stages], dtype=numpy.bool_)
     of_rank = numpy.zeros(len(classes[0].ranks), dtype=numpy.int64)
-    for number, each in enumerate(classes):
-        of_rank[each.ranks] = number
+    for place, each in enumerate(classes):
+        of_rank[each.ranks] = place
     work_by_class, fill_by_class = load_model.by_class(loads, of_rank, parted, paces.pairs, paces.rates)
     number, stage = numpy.nonzero(work_by_class[1:].any(axis=2))
     number += 1
     work, fill = numpy.pad(conditions.work, ((0, 0), (0, len(paces.pairs)))), conditions.fill.copy()
     work[: len(stages)][parted], fill[: len(stages)][parted] = work_by_class[0, parted], fill_by_class[0, parted]
-    release = [classes[k].compute.start[stages[place].message] for k, place in zip(number, stage, strict=True)]
+    chosen = zip(number.tolist(), stage.tolist(), strict=True)
+    release = [classes[one].compute.start[stages[other].message] for one, other in chosen]
     after = order.after[stage]
     if classes[0].host_work is not None:
         after[:, 2] += number * len(classes[0].host_work.core)

@@ -153,8 +153,7 @@ class LoadModel:
             [classes, stages, channels + connections] ``work`` and [classes, stages] ``fill``, as in `Loads`.
         """
         chosen = parted[loads.flows.stage]
-        arrays = (each[chosen] for each in loads.flows[:7])
-        flows = Flows(*arrays, *loads.flows[7:])
+        flows = Flows._make([*(each[chosen] for each in loads.flows[:7]), *loads.flows[7:]])
         work, fill, _ = self._by_class(flows, classes, parted, self._paths(pairs, paces))
         work[..., : self._network.links] *= loads.stretch[:, None]
         work[..., len(self._network.capacities) :] *= loads.stretch[:, None]
