@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy
-from numpy.typing import NDArray
 
 from lightning_autosync.replay.compiled import compiled
-from lightning_autosync.replay.compute import HostWork
-from lightning_autosync.replay.network import Floats, Indices, NetworkArrays
+from lightning_autosync.replay.network import Flags, Floats, Indices
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
-
-Flags = NDArray[numpy.bool_]
 
 _DONE = 1e-9
 """Share of a stage's work that may be left when it ends, because of rounding over many steps."""
@@ -27,51 +23,33 @@ class StageConditions(NamedTuple):
         fill: [stages] seconds from the end of a stage's work to its end.
         order: conditions of the stages' starts.
         rivals: [stages, stages] whether two stages share connections, on which the more urgent goes first.
+        whole: [stages] the stage of which a stage is a part; itself for no part. Parts begin earlier and have larger
+            indices; a stage takes over what is left of them when it starts.
+        whole_fill: [stages] ``fill`` of a stage and its parts together.
     """
 
     work: Floats
     fill: Floats
     order: StartOrder
     rivals: Flags
-
-
-def with_host_work(conditions: StageConditions, host_work: HostWork, network: NetworkArrays) -> StageConditions:
-    """Append one stage for each part of the main threads' work to the conditions.
-
-    Parts follow each other. They are more urgent than all stages that communicate: the kernel prefers threads that
-    sleep most of the time over threads that handle one frame after the other.
-    """
-    order, count, parts = conditions.order, len(conditions.fill), len(host_work.core)
-    core = numpy.array(host_work.core)
-    work = numpy.zeros((parts, conditions.work.shape[1]))
-    work[:, network.links : network.links + network.ranks] = core[:, None]
-    work[:, network.shared_core] = network.ranks * core
-    after = numpy.full((parts, 3), -1, dtype=numpy.int64)
-    after[1:, 0] = count + numpy.arange(parts - 1)
-    rivals = numpy.ones((count + parts, count + parts), dtype=numpy.bool_)
-    rivals[:count, :count] = conditions.rivals
-    none = numpy.zeros(parts)
-    own = StartOrder(
-        numpy.array(host_work.release), none, after, numpy.arange(-parts, 0), numpy.full(parts, -1, dtype=numpy.int64)
-    )
-    return StageConditions(
-        numpy.concatenate([conditions.work, work]),
-        numpy.concatenate([conditions.fill, none]),
-        StartOrder(*(numpy.concatenate(both) for both in zip(order, own, strict=True))),
-        rivals,
-    )
+    whole: Indices
+    whole_fill: Floats
 
 
 class _State(NamedTuple):
     """State of the stages, as arrays [stages].
 
     Attributes:
+        work: [stages, channels] as in `StageConditions`, with what a stage took over from its parts.
+        fill: as in `StageConditions`, longer if a stage took over work.
         left: remaining share of a stage's work.
         rate: share of the work per second.
         level: level among rivals, 0 for the most urgent; -1 if the stage does not run.
         alone: seconds that the work takes if nothing else runs.
     """
 
+    work: Floats
+    fill: Floats
     left: Floats
     rate: Floats
     level: Indices
@@ -99,6 +77,8 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
         numpy.full(count, -1, dtype=numpy.int64),
     )
     state = _State(
+        conditions.work.copy(),
+        conditions.fill.copy(),
         numpy.ones(count),
         numpy.zeros(count),
         numpy.zeros(count, dtype=numpy.int64),
@@ -108,11 +88,11 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
     shaped = burst.max() > 0
     now = 0.0
     while True:
-        coming = _start_and_end(conditions, state, times, slots, now)
+        coming = _start_and_end(conditions, state, times, capacities, slots, now)
         deepest = _set_levels(by_urgency, conditions.rivals, state, times, now)
-        _share(conditions.work, open_capacities(capacities, tokens), state, deepest, times.bound)
+        _share(state.work, open_capacities(capacities, tokens), state, deepest, times.bound)
         step = coming - now
-        flow = _flow(conditions.work, state) if shaped else capacities
+        flow = _flow(state.work, state) if shaped else capacities
         step = min(step, next_change(flow, capacities, tokens))
         for stage in range(count):
             if state.level[stage] >= 0 and state.rate[stage] > 0:
@@ -141,7 +121,9 @@ def _alone(work: Floats, capacities: Floats) -> Floats:
 
 
 @compiled
-def _start_and_end(conditions: StageConditions, state: _State, times: StageTimes, slots: int, now: float) -> float:
+def _start_and_end(
+    conditions: StageConditions, state: _State, times: StageTimes, capacities: Floats, slots: int, now: float
+) -> float:
     """Start and end the stages that are due; returns the time of the next start or end.
 
     This repeats until nothing changes, because the start or end of one stage may let others start.
@@ -160,14 +142,32 @@ def _start_and_end(conditions: StageConditions, state: _State, times: StageTimes
                 elif times.drained[stage] == numpy.inf and (state.left[stage] <= _DONE or state.alone[stage] == 0):
                     times.drained[stage] = now
                     times.moved[stage] = min(times.moved[stage], now)
-                    times.end[stage] = now + conditions.fill[stage]
+                    times.end[stage] = now + state.fill[stage]
                     changed = True
             elif conditions.order.release[stage] > now:
                 coming = min(coming, conditions.order.release[stage])
             elif _may_start(stage, conditions, times, slots, now):
                 times.start[stage] = now + conditions.order.delay[stage]
+                _take_over(stage, conditions, state, times, capacities, now)
                 changed = True
     return coming
+
+
+@compiled
+def _take_over(
+    stage: int, conditions: StageConditions, state: _State, times: StageTimes, capacities: Floats, now: float
+) -> None:
+    """Let a stage that starts do what is left of the parts that may have begun before it."""
+    work, left = state.work[stage], 0.0
+    for part in range(stage + 1, len(times.end)):
+        if conditions.whole[part] == conditions.whole[stage] and times.drained[part] == numpy.inf:
+            work += state.left[part] * state.work[part]
+            left = max(left, state.left[part])
+            times.start[part] = min(times.start[part], now)
+            times.drained[part] = times.end[part] = now
+    if left > 0:
+        state.fill[stage] += left * (conditions.whole_fill[stage] - state.fill[stage])
+        state.alone[stage] = (work / capacities).max()
 
 
 @compiled
@@ -183,7 +183,8 @@ def _may_start(stage: int, conditions: StageConditions, times: StageTimes, slots
         return True
     open_before = 0
     for other in range(len(times.end)):
-        if 0 <= conditions.order.queue[other] < place and times.end[other] > now:
+        before = 0 <= conditions.order.queue[other] < place and times.end[other] > now
+        if before and conditions.whole[other] == other:
             open_before += 1
     return open_before < slots
 

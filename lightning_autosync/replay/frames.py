@@ -37,7 +37,7 @@ def prepare_frames(
     order: StartOrder,
     loads: Loads,
     computes: Sequence[Compute],
-    host_work: HostWork | None,
+    host_work: Sequence[HostWork] | None,
     network: NetworkArrays,
     forest: Forest,
     constants: Constants,
@@ -49,7 +49,7 @@ def prepare_frames(
         order: conditions of the stages' starts.
         loads: loads of the stages, for their stretch, their busiest channels and the paces of their connections.
         computes: [ranks] compute timelines.
-        host_work: the main threads' work on shared cores; None if ranks have cores of their own.
+        host_work: [ranks] the main threads' work on shared cores; None if ranks have cores of their own.
         network, forest, constants: those of the replay.
 
     Returns:
@@ -115,15 +115,15 @@ class _FrameGraph:
         self._host_work: list[list[int]] = []
         self._notice_queues: dict[int, list[list[Queue]]] = {}
 
-    def add_host_work(self, host_work: HostWork) -> None:
-        """Add the main threads' work, part after part, as frames of one byte that each rank sends to itself."""
+    def add_host_work(self, host_work: Sequence[HostWork]) -> None:
+        """Add the main threads' work [ranks], part after part, as frames of one byte that each rank sends to itself."""
         ranks = self._network.ranks
         before: list[int] = []
-        for release, core in zip(host_work.release, host_work.core, strict=True):
-            start = self._point(release)
+        for number, core in enumerate(host_work[0].core):
+            starts = [self._point(work.release[number]) for work in host_work]
             # A frame has its cost at both ends, and here both ends are the same rank: hence half of it.
             part = [self._node(2 * ranks**2 + rank * ranks + rank, 1.0, 0.0, core / 2, 0.0) for rank in range(ranks)]
-            self._edges += [(start, node) for node in part]
+            self._edges += list(zip(starts, part, strict=True))
             self._edges += list(zip(before, part, strict=False))
             self._host_work.append(part)
             before = part
@@ -289,8 +289,10 @@ class _FrameGraph:
         handled = 2 * ranks**2 + (rank + stage.ring_way) % ranks * ranks + rank
         last = self._node(handled, 1.0, 0.0, stage.frame_cost(self._constants) / 2, 0.0)
         for sender in queue:
-            pair = (ranks + sender) * ranks + (sender + stage.ring_way) % ranks
-            behind = self._node(pair, _NOTICE, 0.0, 0.0, 0.0)
+            beyond = (sender + stage.ring_way) % ranks
+            # It leaves the queue as that rank's data does, but travels elsewhere: so without the latency of that route.
+            latency = self._notice(sender, beyond, WITH_NOTICE)
+            behind = self._node((ranks + sender) * ranks + beyond, _NOTICE, 0.0, 0.0, -latency)
             self._edges += [(received, behind), (behind, last)]
         return last
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.network import Floats, Forest, Indices, Integers, NetworkArrays, Routes
+from lightning_autosync.replay.network import Flags, Floats, Forest, Indices, Integers, NetworkArrays, Routes
 from lightning_autosync.replay.pipelines import Flows, Paths, load
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Stage
 
@@ -119,14 +119,11 @@ class LoadModel:
         network, constants = self._network, self._constants
         self._forest.settle()
         flows = flow_arrays(stages, network.ranks, constants)
-        channels = len(network.capacities)
-        words = (network.ranks**2 + 63) // 64
-        work, fill = numpy.zeros((len(stages), channels)), numpy.zeros(len(stages))
-        pairs = numpy.zeros((len(stages), words), dtype=numpy.uint64)
+        together = numpy.zeros(network.ranks, dtype=numpy.int64)
+        whole = numpy.zeros(len(stages), dtype=numpy.bool_)
+        work, fill, pairs = (each[0] for each in self._by_class(flows, together, whole, self._paths()))
         crowding = numpy.zeros(len(stages))
         if len(flows.stage):
-            paths = Paths(self._forest.trees, network.routes, network.capacities, network.links, network.shared_core)
-            load(flows, paths, work, fill, pairs)
             shared = _connections(pairs, network.routes, network.links) > 1
             full = shared * _fullness(work[:, : network.links] / network.capacities[: network.links])
             _crowd(flows, self._forest.trees.parents, network.routes, full, crowding)
@@ -139,6 +136,46 @@ class LoadModel:
         stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
         work[:, : network.links] *= stretch[:, None]
         return Loads(work, stretch, fill, pairs, flows)
+
+    def by_class(
+        self, loads: Loads, classes: Indices, parted: Flags, pairs: Indices, paces: Floats
+    ) -> tuple[Floats, Floats]:
+        """The loads of ``parted`` stages, divided by the slowest rank for which a hop waits.
+
+        Args:
+            loads: loads of the stages as a whole.
+            classes: [ranks] class of each rank, 0 for the slowest.
+            parted: [stages] whether a stage is divided; others have no load in the result.
+            pairs: [connections] paced connections, each ``source * ranks + target``.
+            paces: [connections] their bytes/s.
+
+        Returns:
+            [classes, stages, channels + connections] ``work`` and [classes, stages] ``fill``, as in `Loads`.
+        """
+        chosen = parted[loads.flows.stage]
+        flows = Flows._make([*(each[chosen] for each in loads.flows[:7]), *loads.flows[7:]])
+        work, fill, _ = self._by_class(flows, classes, parted, self._paths(pairs, paces))
+        work[..., : self._network.links] *= loads.stretch[:, None]
+        work[..., len(self._network.capacities) :] *= loads.stretch[:, None]
+        return work, fill
+
+    def _by_class(
+        self, flows: Flows, classes: Indices, parted: Flags, paths: Paths
+    ) -> tuple[Floats, Floats, NDArray[numpy.uint64]]:
+        shape = int(classes.max()) + 1, len(flows.costs)
+        work, fill = numpy.zeros((*shape, len(paths.capacities))), numpy.zeros(shape)
+        pairs = numpy.zeros((*shape, (self._network.ranks**2 + 63) // 64), dtype=numpy.uint64)
+        if len(flows.stage):
+            load(flows, paths, classes, parted, work, fill, pairs)
+        return work, fill, pairs
+
+    def _paths(self, pairs: Sequence[int] | Indices = (), paces: Sequence[float] | Floats = ()) -> Paths:
+        """The trees and routes; connections with a pace are channels after those of the network."""
+        network = self._network
+        paced = numpy.full(network.ranks**2, -1, dtype=numpy.int64)
+        paced[numpy.array(pairs, dtype=numpy.int64)] = len(network.capacities) + numpy.arange(len(pairs))
+        capacities = numpy.concatenate([network.capacities, paces])
+        return Paths(self._forest.trees, network.routes, capacities, network.links, network.shared_core, paced)
 
     def _ring(self, way: int) -> _Ring:
         if way not in self._rings:

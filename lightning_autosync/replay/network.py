@@ -11,6 +11,7 @@ from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.constants import Constants
 
+Flags = NDArray[numpy.bool_]
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int32]
 Indices = NDArray[numpy.int64]

@@ -8,7 +8,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.replay.compiled import compiled
-from lightning_autosync.replay.network import Floats, Indices, Integers, Routes, Trees
+from lightning_autosync.replay.network import Flags, Floats, Indices, Integers, Routes, Trees
 
 
 class Flows(NamedTuple):
@@ -44,6 +44,7 @@ class Paths(NamedTuple):
         capacities: [channels] as in `NetworkArrays`.
         links: number of link channels, which come before the hosts.
         shared: channel of the shared cores; -1 for none.
+        paced: [ranks ** 2] channel of each paced connection ``source * ranks + target``; -1 for the others.
     """
 
     trees: Trees
@@ -51,6 +52,7 @@ class Paths(NamedTuple):
     capacities: Floats
     links: int
     shared: int
+    paced: Indices
 
 
 _UP, _DOWN = 0, 1
@@ -58,38 +60,84 @@ _UP, _DOWN = 0, 1
 
 
 @compiled
-def load(flows: Flows, paths: Paths, work: Floats, fill: Floats, pairs: NDArray[numpy.uint64]) -> None:
-    """Fill in `Loads`.
+def load(
+    flows: Flows,
+    paths: Paths,
+    classes: Indices,
+    parted: Flags,
+    work: Floats,
+    fill: Floats,
+    pairs: NDArray[numpy.uint64],
+) -> None:
+    """Fill in ``work`` [classes, stages, channels], ``fill`` [classes, stages] and ``pairs`` [classes, stages, words].
+
+    They are as in `Loads`. A hop belongs to the class of the slowest rank for which it waits.
 
     A channel is idle until the first piece reaches it and after the last piece has left it. So for every channel a
     stage takes at least the time to reach it, plus the load, plus the time from it to the end. The largest sum counts.
+
+    Args:
+        flows, paths: flows of the stages, and where they travel.
+        classes: [ranks] class of each rank; 0 for the slowest.
+        parted: [stages] whether the hops of a stage have classes; all hops of other stages belong to class 0.
     """
     ranks = paths.trees.parents.shape[1]
     hop_time, before, after = numpy.zeros((2, ranks)), numpy.zeros((2, ranks)), numpy.zeros((2, ranks))
     routes = numpy.zeros((2, ranks), dtype=numpy.int32)
+    kind = numpy.zeros((2, ranks), dtype=numpy.int64)
     count = numpy.zeros(len(paths.capacities))
     lead, trail = numpy.full(work.shape, numpy.inf), numpy.full(work.shape, numpy.inf)
     for flow in range(len(flows.stage)):
         rising = falling = 0.0
+        _classify(flows, paths, flow, classes, parted[flows.stage[flow]], kind)
         for way in (_UP, _DOWN):
             tree = flows.up[flow] if way == _UP else flows.down[flow]
             if tree < 0:
                 continue
             count[:] = 0
             _copy_routes(paths, way, tree, routes[way])
-            _add_work(flows, paths, flow, way, tree, routes[way], work, count, pairs)
+            _add_work(flows, paths, flow, way, tree, routes[way], kind[way], work, count, pairs)
             _time_hops(flows, paths, flow, way, tree, routes[way], count, hop_time[way])
             if way == _UP:
-                rising = _climb(paths, tree, hop_time[way], before[way])
+                rising = _climb(paths, tree, hop_time[way], kind[way], before[way])
             else:
-                falling = _climb(paths, tree, hop_time[way], after[way])
+                falling = _climb(paths, tree, hop_time[way], kind[way], after[way])
         if flows.up[flow] >= 0:
             _descend(paths, flows.up[flow], hop_time[_UP], falling, after[_UP])
-            _lower_margins(flows, paths, flow, _UP, routes[_UP], before[_UP], after[_UP], lead, trail)
+            _lower_margins(flows, paths, flow, _UP, routes[_UP], kind[_UP], before[_UP], after[_UP], lead, trail)
         if flows.down[flow] >= 0:
             _descend(paths, flows.down[flow], hop_time[_DOWN], rising, before[_DOWN])
-            _lower_margins(flows, paths, flow, _DOWN, routes[_DOWN], before[_DOWN], after[_DOWN], lead, trail)
-    _fill_pipelines(paths, work, lead, trail, fill)
+            _lower_margins(
+                flows, paths, flow, _DOWN, routes[_DOWN], kind[_DOWN], before[_DOWN], after[_DOWN], lead, trail
+            )
+    for number in range(len(work)):
+        _fill_pipelines(paths, work[number], lead[number], trail[number], fill[number])
+
+
+@compiled
+def _classify(flows: Flows, paths: Paths, flow: int, classes: Indices, parted: bool, kind: Indices) -> None:
+    """Fill in ``kind`` [2, ranks]: the class of each rank's hop up and down its trees; at roots, that of their sums."""
+    kind[:] = 0
+    if not parted:
+        return
+    up, down, latencies = flows.up[flow], flows.down[flow], flows.costs[flows.stage[flow], 5]
+    kind[_UP], kind[_DOWN] = classes, classes
+    if up >= 0:
+        for place in range(len(classes) - 1, -1, -1):
+            rank = paths.trees.order[up, place]
+            parent = paths.trees.parents[up, rank]
+            if parent < 0:
+                kind[_DOWN, rank] = kind[_UP, rank]
+                continue
+            if latencies > 1:
+                kind[_UP, rank] = min(kind[_UP, rank], classes[parent])
+            kind[_UP, parent] = min(kind[_UP, parent], kind[_UP, rank])
+    if down >= 0:
+        for place in range(len(classes)):
+            rank = paths.trees.order[down, place]
+            parent = paths.trees.parents[down, rank]
+            if parent >= 0:
+                kind[_DOWN, rank] = kind[_DOWN, parent]
 
 
 @compiled
@@ -109,6 +157,7 @@ def _add_work(
     way: int,
     tree: int,
     routes: Integers,
+    kind: Indices,
     work: Floats,
     count: Floats,
     pairs: NDArray[numpy.uint64],
@@ -118,10 +167,10 @@ def _add_work(
     gather, seal, opening, frame, _, _ = flows.costs[stage]
     copies = flows.copies[flow]
     wire, values = copies * flows.wire[flow], copies * flows.values[flow]
-    parents, sizes, growth, own = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[stage], work[stage]
+    parents, sizes, growth = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[stage]
     starts, hops = paths.routes.starts, paths.routes.hops
     for rank in range(ranks):
-        parent = parents[rank]
+        parent, own = parents[rank], work[kind[rank], stage]
         if parent < 0:
             own[paths.links + rank] += values * seal
             if paths.shared >= 0:
@@ -142,8 +191,10 @@ def _add_work(
         if paths.shared >= 0:
             own[paths.shared] += 2 * handling + sending + receiving
         pair = source * ranks + target
+        if paths.paced[pair] >= 0:
+            own[paths.paced[pair]] += share * wire
         # All operands are uint64: numba converts a mix with int64 to float64.
-        pairs[stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
+        pairs[kind[rank], stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
 
 
 @compiled
@@ -169,15 +220,19 @@ def _time_hops(
 
 
 @compiled
-def _climb(paths: Paths, tree: int, hop_time: Floats, below: Floats) -> float:
-    """Fill in ``below``: the longest time between each rank and the leaves below it; returns the longest of a root."""
+def _climb(paths: Paths, tree: int, hop_time: Floats, kind: Indices, below: Floats) -> float:
+    """Fill in ``below``: the longest time between each rank and the leaves below it; returns the longest of a root.
+
+    Hops of faster classes do not count: they are over when the hop of the rank itself may begin.
+    """
     below[:] = 0
     longest = 0.0
     for place in range(len(below) - 1, -1, -1):
         rank = paths.trees.order[tree, place]
         parent = paths.trees.parents[tree, rank]
         if parent >= 0:
-            below[parent] = max(below[parent], below[rank] + hop_time[rank])
+            if kind[rank] == kind[parent]:
+                below[parent] = max(below[parent], below[rank] + hop_time[rank])
         else:
             longest = max(longest, below[rank])
     return longest
@@ -199,6 +254,7 @@ def _lower_margins(
     flow: int,
     way: int,
     routes: Integers,
+    kind: Indices,
     before: Floats,
     after: Floats,
     lead: Floats,
@@ -217,8 +273,8 @@ def _lower_margins(
         onwards = after[target] + latencies * paths.routes.latencies[route] + hop_cost
         for hop in range(paths.routes.starts[route], paths.routes.starts[route + 1]):
             channel = paths.routes.hops[hop]
-            lead[stage, channel] = min(lead[stage, channel], before[source])
-            trail[stage, channel] = min(trail[stage, channel], onwards)
+            lead[kind[rank], stage, channel] = min(lead[kind[rank], stage, channel], before[source])
+            trail[kind[rank], stage, channel] = min(trail[kind[rank], stage, channel], onwards)
 
 
 @compiled

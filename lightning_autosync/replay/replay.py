@@ -12,8 +12,9 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.replay.compute import Compute, ComputeClock, HostWork
+from lightning_autosync.replay.conditions import SpeedClass, classify, stage_conditions
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.fluid import StageConditions, drain, with_host_work
+from lightning_autosync.replay.fluid import drain
 from lightning_autosync.replay.frames import count_frames, prepare_frames
 from lightning_autosync.replay.loads import LoadModel, Loads
 from lightning_autosync.replay.network import Floats, Forest, NetworkArrays
@@ -43,7 +44,7 @@ class _Step:
         order: conditions of the stages' starts.
         ranks: [ranks] compute timelines.
         slowest: compute timeline of the slowest rank.
-        host_work: the main threads' work on shared cores; None if ranks have cores of their own.
+        host_work: [ranks] the main threads' work on shared cores; None if ranks have cores of their own.
     """
 
     schedule: Schedule
@@ -52,7 +53,7 @@ class _Step:
     order: StartOrder
     ranks: list[Compute]
     slowest: Compute
-    host_work: HostWork | None
+    host_work: list[HostWork] | None
 
 
 class Replay:
@@ -125,9 +126,10 @@ class Replay:
         computes = {speed: self._clock.run(schedule, launch_costs, speed) for speed in set(self._speeds)}
         slowest = min(computes)
         shared = self._network.shared_core >= 0
-        host_work = self._clock.host_work(schedule, launch_costs, slowest) if shared else None
-        order = StartOrder.of(schedule, stages, computes[slowest], host_work)
+        works = {speed: self._clock.host_work(schedule, launch_costs, speed) for speed in computes} if shared else {}
+        order = StartOrder.of(schedule, stages, computes[slowest], works.get(slowest))
         ranks = [computes[speed] for speed in self._speeds]
+        host_work = [works[speed] for speed in self._speeds] if shared else None
         return _Step(schedule, stages, self._loads.loads(stages), order, ranks, computes[slowest], host_work)
 
     def _check(self, schedule: Schedule) -> None:
@@ -159,17 +161,36 @@ class Replay:
 
     def _prepare_fluid(self, step: _Step) -> Callable[[Floats], tuple[StageTimes, float]]:
         """Prepare a step with each stage as one flow; otherwise like `prepare_frames`."""
-        network, loads, count = self._network, step.loads, len(step.stages)
-        conditions = StageConditions(loads.work, loads.fill, step.order, loads.rivals())
-        if step.host_work is not None:
-            conditions = with_host_work(conditions, step.host_work, network)
+        network, count, classes = self._network, len(step.stages), self._speed_classes(step)
+        conditions, capacities = stage_conditions(
+            step.stages, step.loads, step.order, classes, self._loads, network, self._forest.trees
+        )
+        channels, paced = len(network.capacities), numpy.zeros(len(capacities) - len(network.capacities))
+        burst = numpy.concatenate([network.burst, paced])
+        # The slowest class comes first; its last part of host work ends last.
+        last = count + len(step.host_work[0].core) - 1 if step.host_work else -1
 
         def run(tokens: Floats) -> tuple[StageTimes, float]:
-            times = drain(conditions, network.capacities, self._constants.collectives, tokens, network.burst)
+            padded = numpy.concatenate([tokens, paced])
+            times = drain(conditions, capacities, self._constants.collectives, padded, burst)
+            tokens[:] = padded[:channels]
+            numpy.minimum.at(times.moved, conditions.whole, times.moved.copy())
+            times.bound[times.bound >= channels] = -1
             of_stages = StageTimes._make(each[:count] for each in times)
-            return of_stages, float(times.end[count:].max(initial=0.0))
+            return of_stages, float(times.end[last]) if step.host_work else 0.0
 
         return run
+
+    def _speed_classes(self, step: _Step) -> list[SpeedClass]:
+        """The ranks by speed, the slowest first."""
+        of_rank = classify(self._speeds)
+        classes = []
+        for number in range(int(of_rank.max()) + 1):
+            ranks = of_rank == number
+            slowest = min(numpy.flatnonzero(ranks).tolist(), key=lambda rank: self._speeds[rank])
+            host_work = step.host_work[slowest] if step.host_work else None
+            classes.append(SpeedClass(ranks, step.ranks[slowest], host_work))
+        return classes
 
     def _prediction(
         self,
@@ -189,7 +210,7 @@ class Replay:
         numpy.add.at(demand, [stage.message for stage in step.stages], step.loads.work / network.capacities)
         cores = None
         if step.host_work is not None and step_time:
-            main_threads = ranks * sum(step.host_work.core) / float(network.capacities[network.shared_core])
+            main_threads = ranks * sum(step.host_work[0].core) / float(network.capacities[network.shared_core])
             cores = float(busy[network.shared_core]) + main_threads / step_time
         optimizer = (self._workload.optimizer_time / speed for speed in self._speeds)
         compute = tuple(

@@ -35,7 +35,9 @@ def test_after_it_no_prediction_compiles_anything() -> None:
     dense = [Variable(name=f"v{n}", shape=(60, 70)) for n in range(3)]
     workload = Workload(name="some", variables=(table, *dense), forward_time=0.01, backward_time=0.02)
     racks = ClusterSpec.racks(2, 2, bandwidth=1e8, uplink=5e7, devices=2)
-    for cluster in (uneven_cluster(4), racks):
+    data = uneven_cluster(4).to_dict()
+    data["nodes"][1]["speed"] = 0.5
+    for cluster in (uneven_cluster(4), racks, ClusterSpec.from_dict(data)):
         for constants in (Constants(), Constants(cores=2, burst=1e5, accelerated=True)):
             replay = Replay(workload, cluster, constants)
             for build in (builders.all_reduce, builders.packed_trees, builders.hierarchical, builders.parallax):

@@ -1,0 +1,155 @@
+"""What `fluid` runs: the stages, the main threads' work, and what fast ranks send before the slowest rank is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy
+
+from lightning_autosync.replay.compute import Compute, HostWork
+from lightning_autosync.replay.fluid import StageConditions
+from lightning_autosync.replay.loads import LoadModel, Loads
+from lightning_autosync.replay.network import Flags, Floats, Indices, NetworkArrays, Trees
+from lightning_autosync.replay.outcome import StartOrder
+from lightning_autosync.replay.paces import Paces
+from lightning_autosync.replay.stages import Stage
+
+_MOST_CLASSES = 4
+"""Largest number of speeds that `fluid` tells apart: each further one adds a part to each stage."""
+_MOST_PACED = 256
+"""Largest number of connections whose paces `fluid` knows where ranks have different speeds: each is a channel."""
+
+
+class SpeedClass(NamedTuple):
+    """Ranks that count as equally fast.
+
+    Attributes:
+        ranks: [ranks] whether a rank belongs to the class.
+        compute: the compute timeline of its slowest rank.
+        host_work: the main threads' work of that rank; None if ranks have cores of their own.
+    """
+
+    ranks: Flags
+    compute: Compute
+    host_work: HostWork | None
+
+
+def classify(speeds: Sequence[float]) -> Indices:
+    """[ranks] the class of each rank by its speed, 0 for the slowest; classes are cut at the largest ratios."""
+    distinct = numpy.unique(speeds)
+    ratios = distinct[1:] / distinct[:-1]
+    cuts = distinct[1:][numpy.sort(numpy.argsort(-ratios, kind="stable")[: _MOST_CLASSES - 1])]
+    return numpy.searchsorted(cuts, speeds, side="right").astype(numpy.int64)
+
+
+def stage_conditions(
+    stages: Sequence[Stage],
+    loads: Loads,
+    order: StartOrder,
+    classes: Sequence[SpeedClass],
+    load_model: LoadModel,
+    network: NetworkArrays,
+    trees: Trees,
+) -> tuple[StageConditions, Floats]:
+    """The conditions of a step, and [channels] the capacities that belong to them.
+
+    If all ranks are ready at once, no connection reaches its pace, since paces fit the shares of whole messages. A part
+    of a message has other shares. So with several classes, connections with a pace are channels after the network's.
+
+    Args:
+        stages, loads, order: the stages, their loads, and the conditions of their starts on the slowest rank.
+        classes: the ranks by speed, the slowest first.
+        load_model: divides loads by class.
+        network, trees: those of the replay.
+
+    Returns:
+        Conditions of the stages in their order, then of the main threads' work class by class, then of early parts.
+    """
+    conditions = StageConditions(loads.work, loads.fill, order, loads.rivals(), numpy.arange(len(stages)), loads.fill)
+    for each in classes:
+        if each.host_work is not None:
+            conditions = _with_host_work(conditions, each.host_work, each.ranks, network)
+    if len(classes) == 1:
+        return conditions, network.capacities
+    paces = Paces.of(stages, loads, trees, network)
+    if len(paces.pairs) > _MOST_PACED:
+        paces = Paces(paces.pairs[:0], paces.rates[:0])
+    capacities = numpy.concatenate([network.capacities, paces.rates])
+    return _with_early_parts(conditions, stages, loads, classes, load_model, paces), capacities
+
+
+def _with_host_work(
+    conditions: StageConditions, host_work: HostWork, ranks: Flags, network: NetworkArrays
+) -> StageConditions:
+    """Append one stage for each part of the work of some ranks' main threads to the conditions.
+
+    Parts follow each other. They are more urgent than all stages that communicate: the kernel prefers threads that
+    sleep most of the time over threads that handle one frame after the other.
+    """
+    count, parts = len(conditions.fill), len(host_work.core)
+    core, none = numpy.array(host_work.core), numpy.zeros(parts)
+    work = numpy.zeros((parts, conditions.work.shape[1]))
+    work[:, network.links : network.links + network.ranks] = core[:, None] * ranks
+    work[:, network.shared_core] = ranks.sum() * core
+    after = numpy.full((parts, 3), -1, dtype=numpy.int64)
+    after[1:, 0] = count + numpy.arange(parts - 1)
+    # Main threads of different classes share the cores.
+    stages = conditions.order.urgency >= 0
+    rivals = numpy.ones((count + parts, count + parts), dtype=numpy.bool_)
+    rivals[:count, :count] = conditions.rivals
+    rivals[:count, count:], rivals[count:, :count] = stages[:, None], stages
+    urgency, queue = numpy.arange(-parts, 0), numpy.full(parts, -1, dtype=numpy.int64)
+    own = StartOrder(numpy.array(host_work.release), none, after, urgency, queue)
+    return StageConditions(
+        numpy.concatenate([conditions.work, work]),
+        numpy.concatenate([conditions.fill, none]),
+        _joined(conditions.order, own),
+        rivals,
+        numpy.arange(count + parts),
+        numpy.concatenate([conditions.whole_fill, none]),
+    )
+
+
+def _with_early_parts(
+    conditions: StageConditions,
+    stages: Sequence[Stage],
+    loads: Loads,
+    classes: Sequence[SpeedClass],
+    load_model: LoadModel,
+    paces: Paces,
+) -> StageConditions:
+    """Append what each stage sends before the slowest rank is ready, slower classes first, and take it from the stage.
+
+    A part that begins takes over what is left of faster classes, so that one part of a stage runs at a time.
+    """
+    order = conditions.order
+    alone = order.after[: len(stages), 0] < 0
+    parted = alone & numpy.array([not stage.deferred and bool(stage.flows) for stage in stages], dtype=numpy.bool_)
+    of_rank = numpy.zeros(len(classes[0].ranks), dtype=numpy.int64)
+    for place, each in enumerate(classes):
+        of_rank[each.ranks] = place
+    work_by_class, fill_by_class = load_model.by_class(loads, of_rank, parted, paces.pairs, paces.rates)
+    number, stage = numpy.nonzero(work_by_class[1:].any(axis=2))
+    number += 1
+    work, fill = numpy.pad(conditions.work, ((0, 0), (0, len(paces.pairs)))), conditions.fill.copy()
+    work[: len(stages)][parted], fill[: len(stages)][parted] = work_by_class[0, parted], fill_by_class[0, parted]
+    chosen = zip(number.tolist(), stage.tolist(), strict=True)
+    release = [classes[one].compute.start[stages[other].message] for one, other in chosen]
+    after = order.after[stage]
+    if classes[0].host_work is not None:
+        after[:, 2] += number * len(classes[0].host_work.core)
+    own = StartOrder(numpy.array(release), numpy.zeros(len(stage)), after, order.urgency[stage], order.queue[stage])
+    rows = numpy.concatenate([numpy.arange(len(fill)), stage])
+    return StageConditions(
+        numpy.concatenate([work, work_by_class[number, stage]]),
+        numpy.concatenate([fill, fill_by_class[number, stage]]),
+        _joined(order, own),
+        conditions.rivals[numpy.ix_(rows, rows)],
+        conditions.whole[rows],
+        conditions.whole_fill[rows],
+    )
+
+
+def _joined(first: StartOrder, second: StartOrder) -> StartOrder:
+    return StartOrder(*(numpy.concatenate(both) for both in zip(first, second, strict=True)))
