@@ -82,7 +82,8 @@ def _exit_with(verb: str, error: AutoSyncError | OSError) -> NoReturn:
     The others wait until their launcher ends them because the first one failed. A rank that is not ended has an error
     of its own, and prints it.
     """
-    if isinstance(error, DocumentError) and int(os.environ.get("LOCAL_RANK", "0")) > 0:
+    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    if isinstance(error, DocumentError) and rank != "0":
         time.sleep(_PATIENCE)
     sys.exit(f"autosync {verb}: {_one_line(error)}")
 

@@ -104,7 +104,7 @@ def check_options(verb: str, arguments: Sequence[str]) -> None:
         raise DocumentError(message.removeprefix("argument "))
 
     parser = get_args_parser()
-    parser.error = refuse  # type: ignore[method-assign]
+    parser.error = refuse
     options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     _, unknown = parser.parse_known_args(list(arguments))
     for word in unknown:

@@ -50,7 +50,9 @@ class WorkerHost:
                 connection = opened.enter_context(self._listener.accept()[0])
                 if role := self._role(connection):
                     streams[role] = connection
-            talk, errors = streams[relay.TALK], streams[relay.ERRORS]
+                else:
+                    connection.close()
+            talk, errors = (streams[role].fileno() for role in (relay.TALK, relay.ERRORS))
             environment = {**os.environ, **variables}
             program = [sys.executable, *command[1:]]
             worker = subprocess.Popen(program, env=environment, stdin=talk, stdout=talk, stderr=errors)
@@ -106,14 +108,17 @@ def connected(address: str | None) -> Iterator[Any]:
         return
     handler = signal.getsignal(signal.SIGTERM)
     try:
+        if ":" in (known := address or os.environ.get("RAY_ADDRESS", "")):
+            host, _, port = known.rpartition(":")
+            socket.create_connection((host, int(port)), _GREETING).close()  # Ray itself would try for minutes
         ray.init(address or "auto", log_to_driver=False, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise LaunchError(
             f"launch=ray: no Ray cluster answers at {address or os.environ.get('RAY_ADDRESS') or 'this machine'} "
             f"({_first_line(error)}); start one by `ray start --head`, or give launch.address=HOST:6379"
         ) from None
     try:
-        if handler is not None:
+        if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray's own ends the process before results are saved
         yield ray
     finally:

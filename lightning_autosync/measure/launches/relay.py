@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 KEY = "AUTOSYNC_RELAY_KEY"
 """Environment variable with the text that each connection sends first, followed by one of the roles."""
@@ -46,19 +47,18 @@ def _connection(address: tuple[str, int], greeting: bytes) -> socket.socket:
 
 
 def _copy_orders(talk: socket.socket) -> None:
-    while chunk := os.read(0, _CHUNK):
-        talk.sendall(chunk)
-    talk.shutdown(socket.SHUT_WR)
+    with suppress(OSError):  # the worker has ended, and `main` sees it
+        while chunk := os.read(0, _CHUNK):
+            talk.sendall(chunk)
+        talk.shutdown(socket.SHUT_WR)
 
 
 def _copy(source: socket.socket, target: int) -> None:
-    try:
+    with suppress(ConnectionError):  # the worker was killed
         while chunk := source.recv(_CHUNK):
             rest = memoryview(chunk)
             while rest:
                 rest = rest[os.write(target, rest) :]
-    except ConnectionError:
-        return  # the worker was killed
 
 
 if __name__ == "__main__":
