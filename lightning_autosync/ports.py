@@ -71,10 +71,15 @@ def listening_within(ports: PortRange | None) -> Iterator[None]:
     """A context in which this process, and those that it starts, listen on these ports only.
 
     None leaves the range as it is.
+
+    Raises:
+        ExchangeError: the range is left as it is, but the environment variable has another form.
     """
     before = os.environ.get(VARIABLE)
     if ports is not None:
         set_port_range(ports)
+    else:
+        port_range()  # here, so that each of many processes that inherit it need not fail
     try:
         yield
     finally:

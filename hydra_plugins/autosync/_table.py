@@ -39,8 +39,9 @@ def figures_of(found: JobReturn) -> dict[str, str]:
 def sweep_table(study: optuna.Study, space: Space, compares: bool) -> Table:
     """A row for each trial that was begun, in their order.
 
-    Columns are the keys that were swept, the figures of the results, what jobs returned (if it is compared), and errors
-    (if there are any). Where there is nothing else, the time of each trial is shown.
+    Columns are the keys that were swept, the figures of the results, what jobs returned (if it is compared; headings
+    are the names of ``hydra.sweeper.metrics``), and errors (if there are any). Where there is nothing else, the time of
+    each trial is shown.
 
     Args:
         study: the study of the sweep.
@@ -52,6 +53,8 @@ def sweep_table(study: optuna.Study, space: Space, compares: bool) -> Table:
     named = list(dict.fromkeys(name for trial in trials for name in trial.user_attrs.get(FIGURES, {})))
     count = len(study.directions) if compares else 0
     values = ["value"] if count == 1 else [f"value {number}" for number in range(1, count + 1)]
+    if compares and study.metric_names is not None:
+        values = study.metric_names
     timed = [] if named or values else ["time"]
     faults = ["error"] if any(map(_fault, trials)) else []
     table = Table(title=f"sweep '{study.study_name}': {counted(len(trials), 'trial')}")

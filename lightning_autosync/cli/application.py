@@ -6,13 +6,14 @@ import logging
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_autosync import interrupts
-from lightning_autosync.errors import AutoSyncError, UnwritableError, needed_for
+from lightning_autosync.errors import AutoSyncError, DocumentError, UnwritableError, needed_for
 
 VERBS = {
     "bench": "measure contenders side by side on this machine",
@@ -34,6 +35,8 @@ VERBS = {
 FULL_ERROR = "HYDRA_FULL_ERROR"
 TORCHRUN = "hydra/launcher=autosync_torchrun"
 """The launcher that starts this command again in each rank, for which it needs the command line."""
+_PATIENCE = 10.0
+"""Seconds for which a rank waits to be ended, since the first rank of its host has the same error."""
 
 
 def main() -> None:
@@ -47,7 +50,7 @@ def main() -> None:
         sys.exit(0 if len(sys.argv) > 1 else 2)
     verb = sys.argv[1]
     if verb not in VERBS:
-        print(f"autosync: '{verb}' is not a verb\n\n{usage()}", file=sys.stderr)
+        print(_unknown_verb(verb), file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"autosync {verb}", *sys.argv[2:]]
     logging.raiseExceptions = False  # else a full disk causes a traceback for each line of the log
@@ -56,7 +59,7 @@ def main() -> None:
             run_verb(verb)
         _flush_output()
     except (AutoSyncError, OSError) as error:
-        sys.exit(f"autosync {verb}: {_one_line(error)}")
+        _exit_with(verb, error)
     except KeyboardInterrupt:  # verbs that save results after a Ctrl-C handle it and print a message themselves
         _exit_interrupted(verb)
     except Exception:
@@ -73,6 +76,26 @@ def _exit_interrupted(verb: str) -> NoReturn:
     sys.exit(interrupts.STATUS)
 
 
+def _exit_with(verb: str, error: AutoSyncError | OSError) -> NoReturn:
+    """Exit with the message of an error, which all ranks of a job may have: of each host, its first rank prints it.
+
+    The others wait until their launcher ends them because the first one failed. A rank that is not ended has an error
+    of its own, and prints it.
+    """
+    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    if isinstance(error, DocumentError) and rank != "0":
+        time.sleep(_PATIENCE)
+    sys.exit(f"autosync {verb}: {_one_line(error)}")
+
+
+def _unknown_verb(verb: str) -> str:
+    from difflib import get_close_matches
+
+    if near := get_close_matches(verb, VERBS, 1):
+        return f"autosync: '{verb}' is not a verb; did you mean '{near[0]}'? autosync --help lists the verbs"
+    return f"autosync: '{verb}' is not a verb\n\n{usage()}"
+
+
 def usage() -> str:
     """The usage with one verb per line."""
     lines = [f"  {verb:10} {purpose}" for verb, purpose in VERBS.items()]
@@ -82,7 +105,7 @@ def usage() -> str:
 def run_verb(verb: str) -> None:
     """Compose the verb's configuration and call its function: once, or for every combination of a sweep."""
     from lightning_autosync.cli.arguments import prepared, refuse_passwords, with_names, with_override, with_todays_keys
-    from lightning_autosync.cli.configuration import check_overrides, help_text
+    from lightning_autosync.cli.configuration import check_options, check_overrides, help_text
 
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text(verb, VERBS[verb]))
@@ -94,6 +117,7 @@ def run_verb(verb: str) -> None:
 
             sys.argv[1:] = hide_passwords(sys.argv[1:])
         refuse_passwords(sys.argv[1:])
+        check_options(verb, sys.argv[1:])
         sys.argv[1:] = prepared(with_todays_keys(verb, with_names(verb, sys.argv[1:])), Path(folder))
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:
@@ -127,7 +151,7 @@ def _run(verb: str) -> None:
             if hydra_configuration.mode is RunMode.MULTIRUN or _is_reported(hydra_configuration):
                 raise  # the sweeper or the callback reports the failure
             # Exit here, since Hydra would print the overrides before the message.
-            sys.exit(f"autosync {verb}: {_one_line(error)}")
+            _exit_with(verb, error)
 
     # This variable makes Hydra raise errors, such as a full disk, instead of printing a traceback and exiting.
     given = os.environ.get(FULL_ERROR)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -17,6 +18,7 @@ WIDTH = 120
 _PLACES = {
     "emulated": "on this machine behind emulated links of the cluster (root on Linux)",
     "local": "on this machine",
+    "ray": "on nodes of a Ray cluster",
     "slurm": "in a SLURM job",
     "ssh": "on the nodes of the cluster, started by ssh",
     "torchrun": "in a job that torchrun or SLURM started already",
@@ -40,7 +42,7 @@ def help_text(verb: str, purpose: str) -> str:
     lines += textwrap.dedent(data.get("hydra", {}).get("help", {}).get("header", "")).strip().splitlines()[1:]
     for group, choice in defaults.items():
         lines += ["", f"{group}=OPTION (default: {'none' if choice is None else choice})"]
-        lines += [_option_line(directory / group / f"{option}.yaml") for option in options_of(verb, group)]
+        lines += [_option_lines(directory / group / f"{option}.yaml") for option in options_of(verb, group)]
     lines += ["", "keys:", *(f"  {line}" for line in _keys(text))]
     lines += ["", f"Keys of an option are set by GROUP.KEY=VALUE, and read in {directory}."]
     lines += ["--config-dir DIR adds options of your own: DIR/GROUP/OPTION.yaml."]
@@ -90,6 +92,39 @@ def check_overrides(verb: str, arguments: Sequence[str]) -> None:
             raise DocumentError(_message(verb, overrides, error)) from None
 
 
+def check_options(verb: str, arguments: Sequence[str]) -> None:
+    """Check the options, the words that begin with dashes. Hydra's own error would be its usage.
+
+    Raises:
+        DocumentError: an option does not exist or lacks its value; the message names the nearest option or key.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    def refuse(message: str) -> NoReturn:
+        raise DocumentError(message.removeprefix("argument "))
+
+    parser = get_args_parser()
+    parser.error = refuse
+    options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    _, unknown = parser.parse_known_args(list(arguments))
+    for word in unknown:
+        if not word.startswith("-"):
+            raise DocumentError(f"'{word}': give all words of the form key=value side by side, not around an option")
+        name, _, value = word.lstrip("-").partition("=")
+        meant = {key: f"{key}={value or 'VALUE'}" for key in _keys_of(verb)}
+        meant |= {option.lstrip("-"): option for option in options}
+        if near := get_close_matches(name, meant, 1):
+            raise DocumentError(f"'{word}': no such option; did you mean {meant[near[0]]}?")
+        raise DocumentError(f"'{word}': no such option; allowed: key=value, {', '.join(options)}")
+
+
+def _keys_of(verb: str) -> list[str]:
+    """The keys and groups of a verb at the top of its configuration."""
+    data = yaml.safe_load((configuration_directory() / f"{verb}.yaml").read_text())
+    groups = [name for entry in data.get("defaults", []) if isinstance(entry, dict) for name in entry]
+    return [name for name in (*data, *groups) if name not in ("defaults", "hydra") and " " not in name]
+
+
 def _check_verb(verb: str, overrides: Sequence[str]) -> None:
     """Refuse an option that is only for other verbs; the message names the options for this verb."""
     for group, _, option in (override.lstrip("+").partition("=") for override in overrides):
@@ -125,9 +160,14 @@ def _remark(path: Path) -> str:
     return next((comment for comment in comments if not comment.startswith("@")), "")
 
 
-def _option_line(path: Path) -> str:
+def _option_lines(path: Path) -> str:
+    """An option with its remark, on as many lines as it takes."""
     remark = _OF_VERBS.sub("", _remark(path), count=1)
-    return f"  {path.stem:24} {textwrap.shorten(remark, WIDTH - 27, placeholder=' ...')}".rstrip()
+    first, rest = f"  {path.stem:24} ", " " * 27
+    made = textwrap.fill(
+        remark, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+    return made or first.rstrip()
 
 
 def _keys(text: str) -> list[str]:
@@ -182,6 +222,8 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
         return f"'{error.override}': not of the form key=value: {_first_line(error)}"
     if found := _WRONG_KEY.match(str(error)):
         key = found[1]
+        if _has_group(verb, key) and any(override.startswith(f"{key}={{") for override in overrides):
+            return _braces(key)
         if "already at" in str(error):
             return f"{key}: key exists already; leave out the +"
         return _unknown(verb, key, overrides)
@@ -218,6 +260,15 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
     names = sorted({*own, *([] if place else [name for name in groups if _has_group(verb, name)])})
     add = f"; to add one, write +{key}=..." if place == "contenders" else ""
     return f"{key}: unknown key; allowed{f' in {place}' if place else ''}: {', '.join(names)}{add}"
+
+
+def _braces(group: str) -> str:
+    """The message where values in braces are given for a group whose option is chosen already, as by an experiment."""
+    file = "FILE, which has these values, or " if group == "cluster" else ""
+    return (
+        f"{group}={{...}}: values in braces cannot replace an option that the defaults or experiment= choose; give "
+        f"{group}={file}{group}=OPTION and then {group}.KEY=VALUE"
+    )
 
 
 def _is_workload(verb: str, option: str) -> bool:

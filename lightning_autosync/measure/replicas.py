@@ -32,8 +32,8 @@ from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.measure.bench.settings import DDPOptions
+from lightning_autosync.measure.models.model import Batch, Model
 from lightning_autosync.measure.models.paced import PacedModule
-from lightning_autosync.measure.models.recipes import Batch, Model
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.workload import Workload, variable_names
 

@@ -210,8 +210,8 @@ class MeasurementSession:
 
     @cached_property
     def _is_here(self) -> bool:
-        # By ssh or srun, workers are not children of this process even on this machine, so that their load is unknown.
-        return self._launch_settings.kind not in ("ssh", "slurm") and self.machines == [machine()]
+        # By ssh, srun or Ray, workers are not children of this process even here, so that their load is unknown.
+        return self._launch_settings.kind not in ("ssh", "slurm", "ray") and self.machines == [machine()]
 
     def _start(self) -> Pool:
         if self._job is not None:

@@ -76,8 +76,11 @@ class GainResult(Result):
 
     def figures(self) -> dict[str, str]:
         """The best DDP's step time, and speedups: of AutoSync's choice, with overlap, with shares, and at the bound."""
-        kinds: dict[str, Kind] = {"speedup": "choice", "overlap": "overlap", "shares": "shares", "bound": "bound"}
-        speedups = {name: f"{row.speedup:.2f}x" for name, kind in kinds.items() for row in self.of(kind)}
+        kinds: tuple[Kind, ...] = ("choice", "overlap", "shares", "bound")
+        names = ("speedup", "speedup with overlap", "speedup with shares", "speedup at bound")
+        speedups = {
+            name: f"{row.speedup:.2f}x" for name, kind in zip(names, kinds, strict=True) for row in self.of(kind)
+        }
         return {"best DDP": seconds_text(self.of("ddp")[0].step_time), **speedups}
 
 

@@ -78,13 +78,18 @@ def _of_points(whole: optuna.Study) -> optuna.Study:
     import optuna
     from optuna.trial import TrialState
 
-    from lightning_autosync.search.studies import drift_correction
+    from lightning_autosync.plan.space import BUILDER
+    from lightning_autosync.search.studies import distributions, drift_correction, space_of
     from lightning_autosync.search.trial_attributes import RUN, attribute, is_composed, seconds_of
 
     correction, study = drift_correction(whole), optuna.create_study()
-    for trial in whole.get_trials(states=(TrialState.COMPLETE,)):
-        if is_composed(trial) and (seconds := seconds_of(trial)) is not None:
+    points = [trial for trial in whole.get_trials(states=(TrialState.COMPLETE,)) if is_composed(trial)]
+    space = space_of(whole) if any(BUILDER in trial.params for trial in points) else None
+    for trial in points:
+        if (seconds := seconds_of(trial)) is not None:
             trial.value = correction.convert(attribute(trial, RUN), trial.number, seconds)
+            if space is not None and BUILDER in trial.params:  # Optuna evaluates only parameters of all trials
+                trial.params, trial.distributions = space.complete(trial.params), dict(distributions(space))
             study.add_trial(trial)
     return study
 

@@ -22,7 +22,7 @@ from lightning_autosync.documents import Index, Record, check_format, checked, p
 from lightning_autosync.errors import PlanError
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.measure.drift import DriftCorrection, run_with_turns
-from lightning_autosync.plan.space import Genome, PlanSpace, Value
+from lightning_autosync.plan.space import BUILDER, Genome, PlanSpace, Value
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.passwords import without_password
 from lightning_autosync.search.storages import (
@@ -72,8 +72,13 @@ def distributions(space: PlanSpace) -> dict[str, CategoricalDistribution]:
 
 
 def suggest(trial: Suggesting, space: PlanSpace) -> dict[str, Value]:
-    """Suggest a point of the space for a trial. Every parameter is suggested, always in the same order."""
-    return {name: trial.suggest_categorical(name, domain) for name, domain in space.parameters.items()}
+    """Suggest a point of the space for a trial. Parameters that the point does not use are left out of the trial."""
+    point: dict[str, Value] = {}
+    # Builder and methods tell which of the others are used.
+    for name in sorted(space.parameters, key=lambda name: (name != BUILDER, not name.endswith("/method"))):
+        if space.uses(point, name):
+            point[name] = trial.suggest_categorical(name, space.parameters[name])
+    return point
 
 
 @storage_errors()
@@ -144,9 +149,8 @@ def describe(study: optuna.Study, space: PlanSpace, first: Sequence[Genome] = ()
     study.set_user_attr(SEMANTICS, space.semantics)
     enqueue(study, first, BASELINE)
     # Written last: other processes wait for this attribute, and then need all the others.
-    study.set_user_attr(
-        SPACE, {"format": FORMAT, "fingerprint": space.fingerprint, "runs": space.runs, "lone": space.lone}
-    )
+    sizes = {"fingerprint": space.fingerprint, "runs": space.runs, "lone": space.lone}
+    study.set_user_attr(SPACE, {"format": FORMAT, **sizes, "leaves_out": True})
 
 
 def check(study: optuna.Study, space: PlanSpace) -> None:
@@ -253,6 +257,8 @@ def space_of(study: optuna.Study) -> PlanSpace:
     space = PlanSpace(*about)
     if space.fingerprint == sizes.fingerprint or not (recorded := _recorded_domains(study)):
         return space
+    if sizes.leaves_out:  # no trial may have used some parameters
+        recorded = {**space.parameters, **recorded}
     try:
         return PlanSpace(*about, recorded)
     except PlanError as error:
@@ -284,7 +290,8 @@ def enqueue(study: optuna.Study, points: Sequence[Genome], origin: str) -> None:
         enqueued_point(trial) for trial in trials if not was_interrupted(trial) and REFINED not in trial.user_attrs
     ]
     for point in points:
-        if point not in known:
+        # A trial has the parameters that its point uses, so they tell all.
+        if not any(found and found.items() <= point.items() for found in known):
             study.enqueue_trial(dict(point), user_attrs={ORIGIN: origin})
             known.append(point)
 
@@ -326,6 +333,8 @@ class _Sizes(Record):
     fingerprint: str
     runs: Annotated[Index, Field(le=MOST_RUNS)]
     lone: Annotated[Index, Field(le=MOST_LONE)]
+    leaves_out: bool = False
+    """Whether trials leave out parameters that their points do not use; those of earlier releases have all of them."""
 
 
 def _sizes(study: optuna.Study) -> _Sizes:

@@ -230,7 +230,7 @@ def best_points(study: optuna.Study, space: PlanSpace, count: int = MAX_BEST_POI
     ranked = sorted((trial for trial in trials if seconds_of(trial) is not None), key=corrected)
     points: dict[tuple[Value, ...], dict[str, Value]] = {}
     for trial in ranked:
-        if source.parameters.keys() <= trial.params.keys() and len(points) < count:
+        if source.parameters.keys() <= source.complete(trial.params).keys() and len(points) < count:
             point = mapped_point(trial.params, source, space)
             points.setdefault(tuple(point.values()), point)
     return list(points.values())

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.bench.settings import BucketCap, DDPSweep
-from lightning_autosync.measure.models.recipes import MIB, with_kind
+from lightning_autosync.measure.models.model import MIB, with_kind
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.plan.traffic import sent_bytes
 from lightning_autosync.replay import Constants, Replay, least_step

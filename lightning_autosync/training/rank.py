@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ClusterError, DocumentError, UnwritableError
-from lightning_autosync.measure.models.recipes import Batch, Model, model_of
+from lightning_autosync.measure.models.model import Batch, Model
+from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
 from lightning_autosync.strategy.settings import PlanOfFile

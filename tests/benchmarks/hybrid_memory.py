@@ -21,7 +21,8 @@ from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.prediction import predict
 from lightning_autosync.hybrid.search import search
-from lightning_autosync.measure.models.recipes import Model, model_of
+from lightning_autosync.measure.models.model import Model
+from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.replicas import HybridReplica, Training
 from tests.collective_traffic import pretended_job
 

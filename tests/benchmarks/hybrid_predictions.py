@@ -26,7 +26,8 @@ from lightning_autosync.hybrid.structure import structure
 from lightning_autosync.hybrid.tables import ILLEGAL, Tables, plan_of, tables
 from lightning_autosync.measure.hybrid.calibration import calibrate
 from lightning_autosync.measure.launches.settings import LaunchSettings
-from lightning_autosync.measure.models.recipes import Model, model_of
+from lightning_autosync.measure.models.model import Model
+from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.session import Contender, MeasurementSession
 
 CLUSTERS = (

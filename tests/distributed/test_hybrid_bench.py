@@ -19,7 +19,8 @@ from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hybrid.calibration import calibrate
 from lightning_autosync.measure.launches.settings import LaunchSettings
-from lightning_autosync.measure.models.recipes import Model, model_of
+from lightning_autosync.measure.models.model import Model
+from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.session import MeasurementSession
 
 SLOW = ClusterSpec.uniform(4, 1, "100 Mbit/s")

@@ -18,7 +18,7 @@ from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.measure.bench.settings import BenchSettings, ContenderSettings, DDPOptions, Exactness
 from lightning_autosync.measure.launches.settings import ClusterSettings
-from lightning_autosync.measure.models.recipes import MIB, Embeddings, Model
+from lightning_autosync.measure.models.model import MIB, Embeddings, Model
 from lightning_autosync.plan import SyncPlan, builders, codecs, compile_plan
 from lightning_autosync.workload import Workload
 

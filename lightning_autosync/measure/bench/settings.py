@@ -9,7 +9,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.documents import Count, Record
 from lightning_autosync.measure.launches.settings import ClusterSettings, LaunchSettings, StartedLaunch, needs_cluster
-from lightning_autosync.measure.models.recipes import AnyModel, Embeddings, with_arguments
+from lightning_autosync.measure.models.imported import with_arguments
+from lightning_autosync.measure.models.model import Embeddings
+from lightning_autosync.measure.models.recipes import AnyModel
 
 BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
 Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]

@@ -1,1 +1,1 @@
-"""Where ranks run: on this machine, on nodes over ssh, or in a job of torchrun or SLURM."""
+"""Where ranks run: on this machine, on nodes over ssh, or in a job of torchrun or SLURM, or on nodes of Ray."""

@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 _VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")
 _HOLD = f'echo "{" ".join(f"${name}" for name in _VARIABLES)}"; exec cat >/dev/null'
 """Command of an allocation that is requested: tells what was allocated, and ends with the pipe from this process."""
+_RELEASE = 15.0
+"""Seconds in which salloc must give an allocation back, and again after SIGTERM, before it is killed."""
 _NAMED = {"name": "job-name", "timeout_min": "time", "gpus_per_node": "gpus-per-node", "cpus_per_task": "cpus-per-task"}
 """Options of salloc by submitit's names of parameters; the others of submitit begin with ``slurm_``."""
 _SHAPE = ("nodes", "tasks_per_node")
@@ -155,8 +157,20 @@ def _requested(options: Sequence[str]) -> Iterator[Allocation]:
         yield Allocation.read(*described)
     finally:
         process.stdin.close()  # ends the command, and gives the allocation back
-        process.wait()
+        _wait_or_end(process)
         process.stdout.close()
+
+
+def _wait_or_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait until salloc ends, but not for a SLURM that does not answer."""
+    for end in (process.terminate, process.kill):
+        try:
+            process.wait(_RELEASE)
+            return
+        except subprocess.TimeoutExpired:
+            end()
+    process.wait()
+    _log.warning("launch=slurm: salloc did not end in %g s; see in squeue whether its job has ended", 2 * _RELEASE)
 
 
 def _granted(stdout: IO[bytes], said: OutputTail) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, Tag, field_validator
 
 from lightning_autosync.cluster import ClusterSpec, Rate
 from lightning_autosync.documents import Configuration, Record
@@ -15,6 +15,7 @@ from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.launches.allocation import SlurmLaunch, open_allocation
 from lightning_autosync.measure.launches.launch import SSH, Launch, LocalLaunch, SshLaunch
+from lightning_autosync.measure.launches.ray_cluster import RayLaunch, connected
 from lightning_autosync.ports import PortRange, listening_within, read_port_range
 
 
@@ -40,16 +41,6 @@ class LaunchSettings(Record):
     @classmethod
     def _check_ports(cls, ports: PortRange | None) -> PortRange | None:
         return read_port_range(ports)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_jobs(cls, data: Any) -> Any:
-        kind = data.get("kind") if isinstance(data, dict) else None
-        if kind == "torchrun":
-            raise ValueError(
-                "launch=torchrun: this verb starts its workers itself; allowed: launch=local, emulated, ssh or slurm"
-            )
-        return data
 
     @contextmanager
     def open(self, cluster: ClusterSpec | None) -> Iterator[Launch]:
@@ -116,8 +107,29 @@ class SlurmSettings(Record):
             yield SlurmLaunch(allocation, cluster)
 
 
+class RaySettings(Record):
+    """The ranks run on nodes of a Ray cluster.
+
+    Attributes:
+        address: ``HOST:PORT`` of the cluster; None: ``RAY_ADDRESS``, or the cluster with a node on this machine.
+        cpus: number of CPUs that Ray counts for each rank.
+    """
+
+    kind: Literal["ray"]
+    address: str | None = None
+    cpus: PositiveFloat = 1.0
+
+    @contextmanager
+    def open(self, cluster: ClusterSpec | None) -> Iterator[Launch]:
+        """The launch, open while the block runs; see `LaunchSettings.open`."""
+        if cluster is None:
+            raise DocumentError(needs_cluster(self.kind))
+        with connected(self.address) as ray, closing(RayLaunch(ray, cluster, self.cpus)) as launch:
+            yield launch
+
+
 def needs_cluster(kind: str) -> str:
-    """The message for a missing cluster with ``launch=emulated`` or ``launch=ssh``."""
+    """The message for a missing cluster with a launch that needs one."""
     example = "fat_node_star" if kind == "emulated" else "FILE (a cluster with an address for every node)"
     return f"cluster: missing; launch={kind} needs one, for example cluster={example}"
 
@@ -146,7 +158,30 @@ class ClusterSettings(Configuration):
             raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
 
 
-StartedLaunch = Annotated[LaunchSettings | SlurmSettings, Field(union_mode="left_to_right")]
+def _kind(value: Any) -> str:
+    return str(value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", value))
+
+
+def _by_kind(*kinds: str, remark: str = "") -> Discriminator:
+    """Chooses a class by its field ``kind``, so that messages are about fields of that class only."""
+    return Discriminator(_kind, "launch_kind", f"no launch of this verb; allowed: {', '.join(kinds)}{remark}")
+
+
+_Started = (
+    Annotated[LaunchSettings, Tag("local")]
+    | Annotated[LaunchSettings, Tag("emulated")]
+    | Annotated[LaunchSettings, Tag("ssh")]
+    | Annotated[SlurmSettings, Tag("slurm")]
+)
+_AT_ONCE = "; this verb starts its workers itself"
+
+StartedLaunch = Annotated[
+    _Started | Annotated[RaySettings, Tag("ray")],
+    _by_kind("local", "emulated", "ssh", "slurm", "ray", remark=_AT_ONCE),
+]
 """Launches of verbs that start their workers themselves."""
 
-AnyLaunch = Annotated[LaunchSettings | TorchrunSettings | SlurmSettings, Field(union_mode="left_to_right")]
+AnyLaunch = Annotated[
+    _Started | Annotated[TorchrunSettings, Tag("torchrun")],
+    _by_kind("local", "emulated", "ssh", "slurm", "torchrun"),
+]

@@ -185,15 +185,34 @@ class PlanSpace:
         """Digest of the parameters; studies with equal digests can share points."""
         return digest([[name, list(domain)] for name, domain in self.parameters.items()])
 
+    def uses(self, genome: Genome, name: str) -> bool:
+        """Whether a parameter can change the plan of a point, of which only builder and methods need to be known."""
+        if name == BUILDER:
+            return True
+        if genome[BUILDER] != COMPOSED:
+            return False
+        block, _, aspect = name.rpartition("/")
+        method = genome.get(f"{block}/method", "native")
+        # What a method of another release uses is unknown.
+        return method not in self._known[block].get("method", ("native",)) or relevant(aspect, {"method": method})
+
+    def complete(self, genome: Genome) -> dict[str, Value]:
+        """A point with the unused parameters that it leaves out; each of them gets the first value of its domain."""
+        if BUILDER not in genome:
+            return dict(genome)
+        left_out = (name for name in self.parameters if name not in genome and not self.uses(genome, name))
+        return dict(genome) | {name: self.parameters[name][0] for name in left_out}
+
     def has(self, genome: Genome) -> bool:
-        """Whether a plan can be made of a point: no parameter is missing, and every value is still available."""
+        """Whether a plan can be made of a point: it has all parameters that it uses, and all values are available."""
+        genome = self.complete(genome)
         return all(genome.get(name) in domain for name, domain in self.usable.items())
 
     def plan(self, genome: Genome) -> SyncPlan:
-        """The plan at a point.
+        """The plan at a point, which may leave out parameters that it does not use.
 
         Raises:
-            PlanError: a parameter is missing, or its value is not in its domain.
+            PlanError: a used parameter is missing, or its value is not in its domain.
         """
         genome = self.normal(genome)
         if genome[BUILDER] != COMPOSED:
@@ -205,18 +224,18 @@ class PlanSpace:
             made += [(group, urgency) for group in self._composer.groups(block.name, members, choice, loads)]
         return make_plan(self.workload, self.cluster, self._in_order(made))
 
+    def used(self, genome: Genome) -> dict[str, Value]:
+        """The parameters of a point that can change its plan."""
+        return {name: genome[name] for name in self.parameters if name in genome and self.uses(genome, name)}
+
     def normal(self, genome: Genome) -> dict[str, Value]:
-        """The point of the same plan in which every irrelevant parameter has the first value of its domain."""
-        self._check(genome)
-        if genome[BUILDER] != COMPOSED:
-            return {name: domain[0] for name, domain in self.parameters.items()} | {BUILDER: genome[BUILDER]}
-        made = dict(genome)
-        for block in self.blocks:
-            choice = self.choice(genome, block)
-            for aspect, domain in self._domains[block.name].items():
-                if not relevant(aspect, choice):
-                    made[f"{block.name}/{aspect}"] = domain[0]
-        return made
+        """The point of the same plan in which every unused parameter has the first value of its domain.
+
+        Raises:
+            PlanError: a used parameter is missing, or a value is not in its domain.
+        """
+        self._check(self.complete(genome))
+        return self._first | self.used(genome)
 
     def choice(self, genome: Genome, block: Block) -> dict[str, Value]:
         """The values of all aspects of a block; defaults for aspects without a parameter."""

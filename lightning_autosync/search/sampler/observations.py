@@ -89,7 +89,8 @@ def point_of(trial: FrozenTrial, space: PlanSpace) -> Point | None:
     chosen = decode(str(choice), space) if choice is not None else {}
     known: Mapping[str, Value] = {**(chosen or {}), **(fixed if isinstance(fixed, dict) else {}), **trial.params}
     if space.has(known):
-        return {name: known[name] for name in space.parameters}
+        whole = space.complete(known)
+        return {name: whole[name] for name in space.parameters}
     return None
 
 

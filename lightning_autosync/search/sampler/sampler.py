@@ -154,14 +154,14 @@ class AutoSyncSampler(BaseSampler):
 
         Args:
             trials: all trials of the study.
-            number: number of the trial. Nothing is done if all its parameters are fixed.
+            number: number of the trial. Nothing is done if all the parameters that its plan uses are fixed.
         """
         if self._proposer is None or not self._proposer.is_slow:
             return
         space = self._proposer.space
         own = next((trial for trial in trials if trial.number == number), None)
         given: Mapping[str, Any] = {} if own is None else own.system_attrs.get("fixed_params", {})
-        if not given.keys() >= space.parameters.keys():
+        if not space.complete(given).keys() >= space.parameters.keys():
             with self._lock:
                 self._proposer.prepare(Observations.of(trials, space, number), number)
 

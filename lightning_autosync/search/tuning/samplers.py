@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optuna
@@ -114,7 +114,7 @@ def make_sampler(settings: SearchSettings, space: Space, prior: PriorKnowledge) 
         base = of_optuna.get(settings.sampler, optuna.samplers.GPSampler)(seed=settings.seed)
     if isinstance(space, BucketSpace):
         return CorrectedSampler(base, space.distributions, {})
-    return CorrectedSampler(base, distributions(space), {BUILDER: COMPOSED})
+    return CorrectedSampler(base, distributions(space), {BUILDER: COMPOSED}, space.complete)
 
 
 class CorrectedSampler(BaseSampler):
@@ -128,14 +128,20 @@ class CorrectedSampler(BaseSampler):
         base: sampler of Optuna.
         distributions: distributions of all parameters of the study.
         fixed: values of parameters that the sampler does not choose.
+        complete: adds the parameters that a trial left out to its parameters; None if trials leave out none.
     """
 
     def __init__(
-        self, base: BaseSampler, distributions: Mapping[str, BaseDistribution], fixed: Mapping[str, Any]
+        self,
+        base: BaseSampler,
+        distributions: Mapping[str, BaseDistribution],
+        fixed: Mapping[str, Any],
+        complete: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         self._base = base
         self._distributions = dict(distributions)
         self._fixed = dict(fixed)
+        self._complete = complete or dict
         self._free = {name: found for name, found in distributions.items() if name not in fixed}
 
     def reseed_rng(self) -> None:
@@ -160,10 +166,11 @@ class CorrectedSampler(BaseSampler):
         trials = study.get_trials(deepcopy=False)
         correction = DriftCorrection.of(map(drift_observation, trials), own.user_attrs.get(RUN))
         for trial in trials:
-            if trial.number == own.number or not is_composed(trial) or not self._free.keys() <= trial.params.keys():
+            params = self._complete(trial.params)
+            if trial.number == own.number or not is_composed(trial) or not self._free.keys() <= params.keys():
                 continue
             point: dict[str, Any] = {
-                "params": {name: trial.params[name] for name in self._free},
+                "params": {name: params[name] for name in self._free},
                 "distributions": self._free,
             }
             if trial.state == TrialState.RUNNING:

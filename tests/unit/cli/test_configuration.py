@@ -92,6 +92,58 @@ def test_what_hydra_takes_is_let_through(line: str) -> None:
     check_overrides("bench", line.split())
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--wrong", r"'--wrong': no such option; allowed: key=value, --help, .*--multirun, .*"),
+        ("-m --multirn rounds=3", r"'--multirn': no such option; did you mean --multirun\?"),
+        ("--ronds=3", r"'--ronds=3': no such option; did you mean rounds=3\?"),
+        ("--contender ps", r"'--contender': no such option; did you mean contenders=VALUE\?"),
+        ("--config-dir", r"--config-dir/-cd: expected one argument"),
+        ("rounds=3 -m model=flat", r"'model=flat': give all words of the form key=value side by side.*"),
+    ],
+)
+def test_options_that_do_not_exist_are_told_in_one_line(
+    line: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["autosync", "bench", *line.split()])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert re.fullmatch(f"autosync bench: {message}", str(caught.value.code))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_verb_that_is_nearly_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["autosync", "predct"])
+    with pytest.raises(SystemExit):
+        main()
+    told = "autosync: 'predct' is not a verb; did you mean 'predict'? autosync --help lists the verbs\n"
+    assert capsys.readouterr().err == told
+
+
+def test_values_in_braces_do_not_replace_a_cluster() -> None:
+    told = r"^cluster={\.\.\.}: values in braces cannot replace an option .*; give cluster=FILE, .* cluster=OPTION"
+    with pytest.raises(DocumentError, match=told) as caught:
+        check_overrides("bench", ["experiment=fat_star_4", "cluster={name: mine, nodes: [{name: a}]}"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [10.0])])
+def test_of_each_host_the_first_rank_tells_what_is_wrong(
+    rank: str, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for their launcher to end them, and tell it if that does not happen."""
+    waited: list[float] = []
+    monkeypatch.setattr("lightning_autosync.cli.application.time.sleep", waited.append)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(sys, "argv", ["autosync", "bench", "cluster=missing.yaml"])
+    with pytest.raises(SystemExit, match=r"^autosync bench: cluster: file missing\.yaml does not exist"):
+        main()
+    assert waited == waits
+
+
 def test_the_command_ends_with_that_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["autosync", "bench", "speed=1"])
     with pytest.raises(SystemExit, match=r"^autosync bench: speed: unknown key; allowed: "):
@@ -109,6 +161,18 @@ def test_help_has_every_option_and_every_key_with_its_meaning(
     assert "rounds: 5                 # turns of each contender" in told
     assert "model=OPTION (default: layers60)" in told
     assert "hydra:" not in told
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_says_all_of_each_option(verb: str) -> None:
+    told = help_text(verb, VERBS[verb])
+    data = yaml.safe_load((configuration_directory() / f"{verb}.yaml").read_text())
+    groups = [group for entry in data.get("defaults", []) if isinstance(entry, dict) for group in entry]
+    for group in (group for group in groups if not group.startswith("override ")):
+        for option in options_of(verb, group):
+            comments = (configuration_directory() / group / f"{option}.yaml").read_text().splitlines()
+            remark = next(line[2:] for line in comments if line.startswith("# ") and not line.startswith("# @"))
+            assert re.sub(r"^\(\w+(, \w+)*\) ", "", remark) in " ".join(told.split()), option
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -286,7 +350,7 @@ def test_an_option_of_another_verb_is_refused() -> None:
     with pytest.raises(DocumentError, match=r"^experiment: 'fat_star_4' is only for bench; allowed: convergence, isol"):
         check_overrides("converge", ["experiment=fat_star_4"])
     with pytest.raises(
-        DocumentError, match=r"^launch: 'torchrun' is only for .*; allowed: emulated, local, slurm, ssh$"
+        DocumentError, match=r"^launch: 'torchrun' is only for .*; allowed: emulated, local, ray, slurm, ssh$"
     ):
         check_overrides("bench", ["launch=torchrun"])
     with pytest.raises(DocumentError, match=r"^experiment: 'stragglers' is only for converge"):

@@ -18,6 +18,7 @@ from hydra_plugins.autosync._space import read_space
 from hydra_plugins.autosync._table import FIGURES, figures_of, sweep_table
 from lightning_autosync.cli.report import ReportResult
 from lightning_autosync.report.gain import GainResult
+from lightning_autosync.search import storages
 
 SPACE = read_space({}, ["model=vgg_like,gpt_like", "ranks=2,4", "seed=1"])
 
@@ -73,6 +74,13 @@ def test_what_jobs_return_is_shown_if_it_is_compared_and_their_time_if_there_is_
     assert any("2.000 s" in line for line in alone)
 
 
+def test_names_of_what_jobs_return_are_headings() -> None:
+    study = swept({}, {})
+    storages.name_metrics(study, ["loss of validation"])
+    assert "loss of validation" in printed(study, compares=True)[2]
+    assert "loss of validation" not in printed(study)[2]
+
+
 def test_figures_come_from_the_result_of_the_job(tmp_path: Path) -> None:
     job = JobReturn(working_dir=str(tmp_path))
     assert figures_of(job) == {}
@@ -91,7 +99,7 @@ def test_a_sweep_of_a_verb_ends_with_the_figures_of_its_results(tmp_path: Path) 
     done = forked.run(command, cwd=tmp_path, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     table = done.stdout.partition("sweep 'sweep': 2 trials")[2]
-    assert re.search(r"trial ┃ cluster\s+┃ best DDP\s+┃ speedup\s+┃ overlap\s+┃ bound", table)
+    assert re.search(r"trial ┃ cluster\s+┃ best DDP\s+┃ speedup\s+┃ speedup with overlap\s+┃ speedup at bound", table)
     for number, cluster in enumerate(("four_equal", "fat_node_star")):
         figures = GainResult.read(tmp_path / str(number)).figures()
         assert re.search(rf"│ {number}\s+│ {cluster}\s+│ {figures['best DDP']}\s+│ {figures['speedup']}", table)

@@ -13,6 +13,7 @@ from lightning_autosync import ClusterSpec
 from lightning_autosync.engine.connections import listen
 from lightning_autosync.engine.rendezvous import open_store
 from lightning_autosync.errors import DocumentError, ExchangeError
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.launches.launch import SshLaunch
 from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.ports import VARIABLE, listening_within, port_range, with_free_port
@@ -46,6 +47,19 @@ def test_listeners_and_stores_take_the_ports_of_the_range_one_after_the_other() 
         with listen(HOST, free_port()):
             pass
     assert port_range() is None
+
+
+def test_a_wrong_range_of_the_environment_is_told_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "9-3")
+    told = f"^{VARIABLE}: got '9-3'; allowed: the first and the last port, from 1 to 65535, for example 20000-20100$"
+    with pytest.raises(ExchangeError, match=told), LaunchSettings().open(None):
+        pass
+
+
+def test_a_wrong_range_of_a_launch_is_told_with_what_is_allowed() -> None:
+    told = r"launch\.port_range: .*got \(5, 3\); allowed: the first and the last port, from 1 to 65535"
+    with pytest.raises(DocumentError, match=told):
+        BenchSettings.parse({"model": {"kind": "flat", "mib": 1}, "launch": {"kind": "local", "port_range": [5, 3]}})
 
 
 def test_datagrams_keep_to_the_range() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     monkeypatch.setenv("STAND_IN", str(tmp_path))
     return tmp_path
+
+
+def test_a_slurm_that_does_not_answer_does_not_hold_the_verb(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its salloc waits for ever, and SIGTERM does not end it."""
+    monkeypatch.setattr("lightning_autosync.measure.launches.allocation._RELEASE", 0.3)
+    hangs = SALLOC.replace("echo over", "trap '' TERM; while :; do sleep 0.1; done; echo over")
+    (slurm / "bin" / "salloc").write_text(f"#!/bin/sh\n{hangs}")
+    begin = time.monotonic()
+    with open_allocation((2, 1), {}) as allocation:
+        assert allocation.job == "7"
+    assert time.monotonic() - begin < 20.0
+    assert not (slurm / "over").exists()
 
 
 def named(*names: str, devices: int = 1) -> ClusterSpec:

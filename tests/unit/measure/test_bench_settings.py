@@ -42,7 +42,10 @@ def composed(*overrides: str) -> BenchSettings:
         ({"model": {"kind": "paced", "catalogue": "vgg16", "scale": 0}}, "^model.scale: .*greater than 0"),
         ({"model": {"kind": "paced", "catalogue": "vgg16", "compute": "0 s"}}, "model: compute: must be above zero"),
         ({"model": {"kind": "paced", "workload_file": "missing.yaml"}}, "model: missing.yaml: cannot be read"),
-        ({"launch": {"kind": "torchrun"}}, "launch=torchrun: .*launch=local, emulated, ssh or slurm"),
+        (
+            {"launch": {"kind": "torchrun"}},
+            "launch: no launch of this verb; allowed: .*, ray; this verb starts",
+        ),
         ({"launch": {"kind": "emulated"}}, "cluster: missing; launch=emulated needs one"),
         (
             {"launch": {"kind": "emulated"}, "cluster_fastest": "200 Mbit/s"},

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.bench.settings import DDPOptions
 from lightning_autosync.measure.models import paced
-from lightning_autosync.measure.models.recipes import Model, model_of
+from lightning_autosync.measure.models.model import Model
+from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.replicas import DDPReplica, PlanReplica, Replica, Training
 from lightning_autosync.plan import builders
 from lightning_autosync.workload import Variable, Workload

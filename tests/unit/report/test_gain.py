@@ -140,7 +140,7 @@ def test_the_verb_prints_the_table_and_leaves_its_data(tmp_path: Path, capsys: p
     result = GainResult.read(tmp_path)
     assert [row.name for row in result.of("ddp")] == ["DDP, default buckets"]
     assert all(row.name in said for row in result.rows)
-    assert result.figures().keys() == {"best DDP", "speedup", "overlap", "bound"}
+    assert result.figures().keys() == {"best DDP", "speedup", "speedup with overlap", "speedup at bound"}
 
 
 def test_a_model_of_the_bench_can_be_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,14 +203,17 @@ def test_where_some_parameters_are_given_it_proposes_the_others_to_match() -> No
 
 
 def test_what_is_given_again_is_priced_as_what_runs() -> None:
-    """There is one plan of that builder; from the second trial on none is left that was not tried."""
+    """One parameter with two values is not given, so from the third trial on no plan is left that was not tried."""
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
-    point = next(point for point in SPACE.baselines() if point[BUILDER] == "partitioned_all_reduce")
-    for _ in range(3):
-        study.enqueue_trial({BUILDER: point[BUILDER]})
-    tune(study.sampler, 3, study=study)
+    drawn = (SPACE.used(SPACE.draw(Random(number))) for number in range(50))
+    point, free = next((point, name) for point in drawn for name in point if name.endswith("/priority"))
+    given = {name: value for name, value in point.items() if name != free}
+    for _ in range(4):
+        study.enqueue_trial(given)
+    tune(study.sampler, 4, study=study)
+    assert {trial.params[free] for trial in study.trials[:2]} == {0, 1}
     for trial in study.trials:
-        assert trial.params[BUILDER] == point[BUILDER]
+        assert given.items() <= trial.params.items()
         assert trial.user_attrs[attrs.PREDICTED] == pytest.approx(trial.value, rel=0.1)
 
 
@@ -396,11 +399,12 @@ def test_nothing_is_learned_for_a_trial_whose_point_is_given() -> None:
     sampler = AutoSyncSampler(SPACE, estimator=estimator, refit=1, **SMALL)
     study = optuna.create_study(sampler=sampler)
     tune(sampler, 1, study=study)
-    study.enqueue_trial(SPACE.baselines()[0])
-    sampler.prepare(study.get_trials(), study.ask().number)
+    builder = SPACE.baselines()[0]
+    for point in (builder, {BUILDER: builder[BUILDER]}):  # a builder makes one plan, whatever the other parameters are
+        study.enqueue_trial(point)
+        sampler.prepare(study.get_trials(), study.ask().number)
     assert estimator.inner.taught == []
-    name, value = next(iter(SPACE.baselines()[0].items()))
-    study.enqueue_trial({name: value})
+    study.enqueue_trial({BUILDER: COMPOSED})
     sampler.prepare(study.get_trials(), study.ask().number)
     assert estimator.inner.taught == [1]
 
@@ -602,7 +606,7 @@ def test_refined_plans_are_tried_in_place_of_their_points() -> None:
         for _ in range(count):
             trial = study.ask()
             point = studies.suggest(trial, SPACE)
-            assert point == SPACE.normal(point)
+            assert point == SPACE.used(SPACE.normal(point))
             plan = attrs.plan_of(trial, SPACE)
             assert (plan != SPACE.plan(point)) == (attrs.REFINED in trial.user_attrs)
             signatures.append(signature(plan))

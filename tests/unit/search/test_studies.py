@@ -12,7 +12,7 @@ from clusters import uneven_cluster
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import builders
-from lightning_autosync.plan.space import BUILDER, PlanSpace
+from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.search import storages, studies
 from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.sampler.observations import Observations
@@ -179,6 +179,7 @@ def test_a_study_goes_on_with_the_domains_that_it_began_with(storage: Path) -> N
     began = earlier("native", "star")
     study = studies.open_study(storage, "one", began)
     for number in range(3):
+        study.enqueue_trial({BUILDER: COMPOSED, METHOD: "star"})
         trial = study.ask()
         plan = began.plan(studies.suggest(trial, began))
         study.tell(trial, 1.0 + number)
@@ -187,8 +188,74 @@ def test_a_study_goes_on_with_the_domains_that_it_began_with(storage: Path) -> N
     assert space.parameters == began.parameters
     assert attrs.plan_of(study.get_trials()[-1], space) == plan
     studies.suggest(study.ask(), space)
+    study.enqueue_trial({BUILDER: COMPOSED})
     with pytest.raises(ValueError, match="does not support dynamic value space"):
         studies.suggest(study.ask(), SPACE)  # so that this test fails if Optuna ever does
+
+
+def test_trials_leave_out_what_their_plans_do_not_use(storage: Path) -> None:
+    study = studies.open_study(storage, "one", SPACE)
+    servers = {name for name in SPACE.parameters if name.endswith("/servers")}
+    assert servers
+    native = dict(SPACE.draw(Random(1))) | {name: "native" for name in SPACE.parameters if name.endswith("/method")}
+    points = [{**native, BUILDER: COMPOSED}, {**native, BUILDER: "byteps"}, *(SPACE.draw(Random(n)) for n in range(20))]
+    left_out = 0
+    for point in points:
+        study.enqueue_trial(point)
+        trial = study.ask()
+        suggested = studies.suggest(trial, SPACE)
+        assert trial.params == suggested
+        assert SPACE.plan(suggested) == SPACE.plan(point)
+        assert SPACE.normal(suggested) == SPACE.normal(point)
+        left_out += len(SPACE.parameters) - len(suggested)
+        study.tell(trial, 1.0)
+    assert left_out
+    all_reduce, builder = study.trials[:2]
+    assert not servers & all_reduce.params.keys()
+    assert builder.params == {BUILDER: "byteps"}
+    observed = Observations.of(study.trials, SPACE, -1)
+    assert [SPACE.normal(choice.point) for _, choice, _ in observed.measured] == [SPACE.normal(one) for one in points]
+
+
+def test_a_parameter_that_is_used_must_not_be_left_out() -> None:
+    drawn = next(point for n in range(50) if SPACE.uses(point := SPACE.draw(Random(n)), "run0/servers"))
+    del drawn["run0/servers"]
+    assert not SPACE.has(drawn)
+    with pytest.raises(DocumentError, match="parameter 'run0/servers' is missing"):
+        SPACE.plan(drawn)
+
+
+def test_sampled_points_are_not_enqueued_again(storage: Path) -> None:
+    study = studies.open_study(storage, "one", SPACE)
+    points = [SPACE.draw(Random(n)) for n in range(3)]
+    for point in points[:2]:
+        study.add_trial(_measured(point))
+    studies.enqueue(study, points, "drawn")
+    assert len(study.trials) == 3
+
+
+def _measured(point: dict[str, Any]) -> optuna.trial.FrozenTrial:
+    """A finished trial as a sampler leaves it."""
+    used = {name: value for name, value in point.items() if SPACE.uses(point, name)}
+    known = studies.distributions(SPACE)
+    return optuna.trial.create_trial(params=used, distributions={name: known[name] for name in used}, value=1.0)
+
+
+def test_a_study_of_an_earlier_release_goes_on(storage: Path) -> None:
+    """Its trials have all parameters."""
+    study = optuna.create_study(storage=storages.open_storage(storage), study_name="one")
+    studies.describe(study, SPACE)
+    sizes = {name: value for name, value in study.user_attrs[studies.SPACE].items() if name != "leaves_out"}
+    study.set_user_attr(studies.SPACE, sizes)
+    points = [SPACE.draw(Random(n)) for n in range(3)]
+    for point in points:
+        study.add_trial(optuna.trial.create_trial(params=point, distributions=studies.distributions(SPACE), value=1.0))
+    again = studies.open_study(storage, "one", SPACE)
+    studies.enqueue(again, points, "drawn")
+    assert len(again.trials) == 3
+    measure(again, [[1.0]])
+    assert studies.space_of(again).parameters == SPACE.parameters
+    assert [sample.plan for sample in studies.samples_of(again)][:3] == [SPACE.plan(point) for point in points]
 
 
 def test_dashboards_see_what_the_values_are(storage: Path) -> None:

@@ -1,0 +1,236 @@
+"""Workers on the nodes of a Ray cluster, each of them the child of an actor that Ray places there."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.errors import needed_for
+from lightning_autosync.measure.errors import LaunchError
+from lightning_autosync.measure.launches import relay
+from lightning_autosync.measure.launches.launch import StartedCommand
+from lightning_autosync.ports import VARIABLE, with_free_port
+
+_PLACING = 60.0
+"""Seconds in which Ray must start an actor: its processes import Ray, beside whatever else the node does."""
+_GREETING = 10.0
+"""Seconds in which a connection must tell its key."""
+
+
+class WorkerHost:
+    """An actor: it starts one worker on its node, whose standard streams are two connections of a `relay`."""
+
+    def listen(self, key: str) -> tuple[str, int]:
+        """Open a port for the relay that knows the key; returns the address."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        self._key = key.encode()
+        self._listener = with_free_port(lambda port: socket.create_server((host, port)))
+        return host, int(self._listener.getsockname()[1])
+
+    def start(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Wait for the relay, and start the worker with this process's interpreter; returns the worker's process id."""
+        with ExitStack() as opened:
+            opened.enter_context(self._listener).settimeout(_PLACING)
+            streams: dict[bytes, socket.socket] = {}
+            while len(streams) < 2:
+                connection = opened.enter_context(self._listener.accept()[0])
+                if role := self._role(connection):
+                    streams[role] = connection
+                else:
+                    connection.close()
+            talk, errors = (streams[role].fileno() for role in (relay.TALK, relay.ERRORS))
+            environment = {**os.environ, **variables}
+            program = [sys.executable, *command[1:]]
+            worker = subprocess.Popen(program, env=environment, stdin=talk, stdout=talk, stderr=errors)
+        threading.Thread(target=worker.wait, daemon=True).start()  # reaps it
+        return worker.pid
+
+    def _role(self, connection: socket.socket) -> bytes:
+        """The role of a connection of the relay; empty for a connection without the key."""
+        connection.settimeout(_GREETING)
+        told = b""
+        try:
+            while len(told) < len(self._key) + 1 and (chunk := connection.recv(len(self._key) + 1 - len(told))):
+                told += chunk
+        except OSError:
+            return b""
+        connection.settimeout(None)
+        return told[-1:] if hmac.compare_digest(told[:-1], self._key) else b""
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A node of a Ray cluster.
+
+    Attributes:
+        id: Ray's id of it.
+        address: address of its host.
+        host: name of its host.
+        cpus: number of CPUs that Ray gives to actors there.
+    """
+
+    id: str
+    address: str
+    host: str
+    cpus: float
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[Any]:
+    """Ray, connected to a cluster while the block runs.
+
+    Args:
+        address: ``HOST:PORT`` of the cluster; None takes that of the variable ``RAY_ADDRESS``, or the cluster of which
+            this machine is a node.
+
+    Raises:
+        MissingPackageError: Ray is not installed.
+        LaunchError: no cluster answers at the address.
+    """
+    with needed_for("launch=ray"):
+        import ray
+    if ray.is_initialized():
+        yield ray
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        if ":" in (known := address or os.environ.get("RAY_ADDRESS", "")):
+            host, _, port = known.rpartition(":")
+            socket.create_connection((host, int(port)), _GREETING).close()  # Ray itself would try for minutes
+        ray.init(address or "auto", log_to_driver=False, configure_logging=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LaunchError(
+            f"launch=ray: no Ray cluster answers at {address or os.environ.get('RAY_ADDRESS') or 'this machine'} "
+            f"({_first_line(error)}); start one by `ray start --head`, or give launch.address=HOST:6379"
+        ) from None
+    try:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's own ends the process before results are saved
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+def live_nodes(ray: Any) -> list[RayNode]:
+    """The live nodes of the cluster, in the order of their addresses."""
+    found = [
+        RayNode(one["NodeID"], one["NodeManagerAddress"], one["NodeManagerHostname"], one["Resources"].get("CPU", 0.0))
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
+    return sorted(found, key=lambda node: (node.address, node.id))
+
+
+class RayLaunch:
+    """One process per rank, each started by an actor on the rank's node.
+
+    A small local process passes orders, answers and output on, over TCP. A worker ends with its connection, so ending
+    the local processes, or this process, ends all workers.
+
+    Args:
+        ray: the module, connected to the cluster.
+        cluster: the cluster of the job. Its nodes run on Ray's nodes with the same addresses or host names; if Ray has
+            none of them, on Ray's nodes in the order of their addresses.
+        cpus: number of CPUs that Ray counts for each worker.
+
+    Raises:
+        LaunchError: Ray has too few nodes or CPUs.
+    """
+
+    parting = 0.0
+
+    def __init__(self, ray: Any, cluster: ClusterSpec, cpus: float = 1.0) -> None:
+        self._ray = ray
+        self._cluster = cluster
+        self._cpus = cpus
+        self._hosts = hosts_of(cluster, live_nodes(ray), cpus)
+        self._actors: list[Any] = []
+        self._unused: dict[int, Any] = {}
+
+    @property
+    def world_size(self) -> int:
+        return self._cluster.world_size
+
+    @property
+    def address(self) -> str:
+        return self._hosts[self._cluster.rank_nodes[0]].address
+
+    def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
+        if rank not in self._unused:
+            self._place_all(variables)  # at once, since each of Ray's processes takes seconds to start
+        actor, node, key = self._unused.pop(rank), self._host(rank), secrets.token_hex(32)
+        try:
+            host, port = self._ray.get(actor.listen.remote(key), timeout=_PLACING)
+        except self._ray.exceptions.RayError as error:
+            raise LaunchError(
+                f"launch=ray: no worker started on node {node.host} ({node.address}) within {_PLACING:g} s: "
+                f"{_first_line(error)}; see in `ray status` whether {self._cpus:g} CPUs are free there"
+            ) from None
+        actor.start.remote(list(command), dict(variables))
+        program = [sys.executable, str(Path(relay.__file__)), host, str(port)]
+        return program, {**os.environ, relay.KEY: key}
+
+    def environment(self, rank: int) -> dict[str, str]:
+        node = self._cluster.rank_nodes[rank]
+        made = {"LOCAL_RANK": str(self._cluster.rank_nodes[:rank].count(node)), "GROUP_RANK": str(node)}
+        return made | {name: os.environ[name] for name in (VARIABLE,) if name in os.environ}
+
+    def close(self) -> None:
+        """End all actors, and with them their workers."""
+        while self._actors:
+            self._ray.kill(self._actors.pop())
+
+    def _host(self, rank: int) -> RayNode:
+        return self._hosts[self._cluster.rank_nodes[rank]]
+
+    def _place_all(self, variables: Mapping[str, str]) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self.close()
+        kept = {name: variables[name] for name in ("PYTHONPATH", VARIABLE) if name in variables}
+        host = self._ray.remote(num_cpus=self._cpus, runtime_env={"env_vars": kept})(WorkerHost)
+        for rank in range(self.world_size):
+            place = NodeAffinitySchedulingStrategy(self._host(rank).id, soft=False)
+            self._actors.append(host.options(scheduling_strategy=place).remote())
+        self._unused = dict(enumerate(self._actors))
+
+
+def hosts_of(cluster: ClusterSpec, nodes: Sequence[RayNode], cpus: float) -> list[RayNode]:
+    """Ray's node for each node of a cluster; see `RayLaunch`."""
+    known = {node.host: node for node in nodes} | {node.address: node for node in nodes}
+    found = [known.get(node.address or node.name) or known.get(node.name) for node in cluster.nodes]
+    where = f"Ray has {', '.join(f'{node.host} ({node.address})' for node in nodes)}"
+    if any(found):
+        missing = [node.name for node, host in zip(cluster.nodes, found, strict=True) if host is None]
+        if missing:
+            raise LaunchError(f"launch=ray: cluster '{cluster.name}' has node {missing[0]}, but {where}")
+        chosen = [host for host in found if host is not None]
+    elif len(nodes) < len(cluster.nodes):
+        raise LaunchError(f"launch=ray: cluster '{cluster.name}' has {len(cluster.nodes)} nodes, but {where}")
+    else:
+        chosen = list(nodes[: len(cluster.nodes)])
+    for node, host in zip(cluster.nodes, chosen, strict=True):
+        if node.devices * cpus > host.cpus:
+            raise LaunchError(
+                f"launch=ray: node {node.name} has {node.devices} ranks, but Ray has {host.cpus:g} CPUs on {host.host}"
+                f"; allowed: launch.cpus up to {host.cpus / node.devices:g}"
+            )
+    return chosen
