@@ -168,6 +168,8 @@ class Child:
     def work(self) -> None:
         for connection in self._inherited:
             connection.close()  # else no worker would see that the process ends which has forked it
+        # Shells let jobs in their background ignore Ctrl-C, which is also what ends a worker when the run ends early.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             self._separate()
             self._run_groups()
@@ -188,14 +190,10 @@ class Child:
         manager.register(self)
 
     def _run_groups(self) -> None:
-        """The next group is known before the last test of a group ends, which then keeps fixtures of the session."""
-        group = self._next_group()
-        while group:
-            for place, following in pairwise(group):
+        """Fixtures of the session end with each group: processes that no later test needs would go on polling."""
+        while group := self._next_group():
+            for place, following in pairwise([*group, None]):
                 self._run(place, following)
-            next_group = self._next_group()
-            self._run(group[-1], next_group[0] if next_group else None)
-            group = next_group
 
     def _next_group(self) -> list[int]:
         self._connection.send(("asks",))

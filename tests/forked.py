@@ -38,11 +38,15 @@ PRELOADED = [
 FURTHER = [
     *(f"lightning_autosync.cli.{verb}" for verb in VERBS),
     "matplotlib.backends.backend_svg",
+    "torch._dynamo.backends.debugging",
+    "torch.export._trace",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "tests.warm_replay",
 ]
 """What it imports, too, if all tests are to use it."""
+LAST = "tests.settled"
+"""What it imports at the end, when all other modules are there."""
 _LAUNCHERS = [
     "lightning_autosync.measure.workers.process",
     "lightning.fabric.strategies.launchers.subprocess_script",
@@ -97,7 +101,7 @@ class Popen(subprocess.Popen[Any]):
 def context() -> ForkServerContext:
     """``multiprocessing`` with processes that the server forks."""
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(PRELOADED)
+    found.set_forkserver_preload([*PRELOADED, LAST])
     return found
 
 
@@ -106,7 +110,7 @@ def start_server() -> None:
 
     What processes print that have no streams of their own, such as torch's warnings of lost peers, is dropped.
     """
-    context().set_forkserver_preload([*PRELOADED, *FURTHER])
+    context().set_forkserver_preload([*PRELOADED, *FURTHER, LAST])
     nowhere, kept = os.open(os.devnull, os.O_WRONLY), [os.dup(stream) for stream in (1, 2)]
     try:
         for stream in (1, 2):

@@ -13,6 +13,8 @@ import pytest
 
 pytest_plugins = ["pytester"]
 TESTS = Path(__file__).parent.parent
+LONGEST = 200.0
+"""Maximum seconds of a run: on a busy machine, most of a minute passes until a new interpreter has imported pytest."""
 COMMAND = (sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-p", "fork_workers", "--workers", "2", "-v", "-ra")
 
 OUTCOMES = {
@@ -63,8 +65,14 @@ GROUPS = {
         import os, time
         from pathlib import Path
         def test_side_by_side(tmp_path):
-            while not Path("seen").exists(): time.sleep(0.01)
+            while not Path("then").exists(): time.sleep(0.01)
             print(f"other 0 {os.getpid()}", file=open("seen", "a"))
+    """,
+    "test_then.py": """
+        from pathlib import Path
+        def test_after_the_pool():
+            Path("then").touch()
+            assert Path("closed").exists()
     """,
 }
 INTERRUPTED = """
@@ -72,6 +80,13 @@ INTERRUPTED = """
     @pytest.fixture
     def thing(): yield; print("closed", file=open("closed", "a"))
     def test_waits(thing): print(os.getpid(), file=open("began", "a")); time.sleep(60)
+"""
+
+FAILS = """
+    import os, time
+    def test_fails():
+        while not os.path.exists("began"): time.sleep(0.01)
+        assert False
 """
 
 
@@ -86,7 +101,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 
 def test_each_outcome_is_reported_and_a_crash_names_its_test(project: pytest.Pytester) -> None:
     project.makepyfile(**{name.removesuffix(".py"): text for name, text in OUTCOMES.items()})
-    result = project.run(*COMMAND, timeout=60)
+    result = project.run(*COMMAND, timeout=LONGEST)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=6, failed=5, skipped=1, errors=1, warnings=1)
     result.stdout.fnmatch_lines_random(
@@ -106,10 +121,10 @@ def test_each_outcome_is_reported_and_a_crash_names_its_test(project: pytest.Pyt
     result.stdout.fnmatch_lines_random(["test_crash.py::test_after PASSED*", "test_crash.py::test_between PASSED*"])
 
 
-def test_tests_together_run_in_one_worker_which_keeps_fixtures_of_the_session(project: pytest.Pytester) -> None:
+def test_tests_together_run_in_one_worker_and_end_fixtures_of_the_session(project: pytest.Pytester) -> None:
     project.makepyfile(**{name.removesuffix(".py"): text for name, text in GROUPS.items()})
-    result = project.run(*COMMAND, timeout=60)
-    result.assert_outcomes(passed=7)
+    result = project.run(*COMMAND, timeout=LONGEST)
+    result.assert_outcomes(passed=8)
     seen = [line.split() for line in (project.path / "seen").read_text().splitlines()]
     pool = [line for line in seen if line[0] != "other"]
     assert [line[:2] for line in pool] == [[name, str(number)] for name in ("first", "second") for number in range(3)]
@@ -119,15 +134,16 @@ def test_tests_together_run_in_one_worker_which_keeps_fixtures_of_the_session(pr
 
 
 def test_the_first_failure_ends_the_run(project: pytest.Pytester) -> None:
-    project.makepyfile(test_one="def test_fails(): assert False", test_two=INTERRUPTED)
-    result = project.run(*COMMAND, "-x", timeout=60)
+    project.makepyfile(test_one=FAILS, test_two=INTERRUPTED)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells do for jobs in their background
+    result = project.run(*COMMAND, "-x", timeout=LONGEST)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*stopping after 1 failures*"])
+    assert (project.path / "closed").read_text() == "closed\n", "the other worker was interrupted, not killed"
 
 
 def test_a_ctrl_c_ends_all_workers_and_their_fixtures(project: pytest.Pytester) -> None:
-    # A worker takes its next file before the last test of a file ends, so two workers need four files.
-    project.makepyfile(**{f"test_{number}": INTERRUPTED for number in range(4)})
+    project.makepyfile(**{f"test_{number}": INTERRUPTED for number in range(2)})
     # Shells let jobs in their background ignore Ctrl-C.
     heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(COMMAND, cwd=project.path, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as process:
@@ -136,7 +152,7 @@ def test_a_ctrl_c_ends_all_workers_and_their_fixtures(project: pytest.Pytester) 
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=LONGEST)
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     assert "KeyboardInterrupt" in printed
     assert (project.path / "closed").read_text() == "closed\n" * 2
@@ -145,6 +161,6 @@ def test_a_ctrl_c_ends_all_workers_and_their_fixtures(project: pytest.Pytester) 
 def test_threads_that_a_fork_would_lose_are_refused(project: pytest.Pytester) -> None:
     text = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), name='mine', daemon=True).start()\n"
     project.makepyfile(f"{text}def test_it(): pass")
-    result = project.run(*COMMAND, timeout=60)
+    result = project.run(*COMMAND, timeout=LONGEST)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --workers: tests start threads when they are imported: mine"])

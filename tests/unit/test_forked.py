@@ -77,6 +77,13 @@ def test_ranks_of_trainers_and_fabrics_are_forked_unless_new_interpreters_are_as
         forked.fork_workers()
 
 
+def test_collections_of_garbage_leave_out_what_the_server_has_imported() -> None:
+    program = "import gc, sys; print(gc.get_freeze_count(), 'torch' in sys.modules)"
+    frozen, imported = forked.run([sys.executable, "-c", program], capture_output=True).stdout.split()
+    assert imported == "True"
+    assert int(frozen) > 100_000
+
+
 def test_other_commands_are_run_as_ever() -> None:
     assert forked.run(["echo", "a"], capture_output=True).stdout == "a\n"
 
