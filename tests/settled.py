@@ -1,11 +1,31 @@
-"""Imported last by the server of `forked`: collections of garbage in its forks leave out what it has imported.
+"""Imported last by the server of `forked`: makes its forks cheap.
 
-Python's collector would visit a million objects in each of them, and write to them: the kernel would copy the pages.
+Python's collector would visit a million objects in each fork, and write to them: the kernel would copy the pages. And
+the kernel copies the page tables for each fork, which huge pages make short.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+from pathlib import Path
+
+MADV_COLLAPSE = 25  # Linux 6.1; older kernels refuse it, and forks are slower there
+HUGE = 2**21
+
+
+def use_huge_pages() -> None:
+    """Let the kernel put this process's anonymous memory into pages of 2 MiB, as far as it can."""
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
+        if access.startswith("rw") and inode == "0" and name in ([], ["[heap]"]):
+            begin, end = (int(each, 16) for each in addresses.split("-"))
+            begin, end = -(-begin // HUGE) * HUGE, end // HUGE * HUGE
+            if begin < end:
+                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_COLLAPSE)
+
 
 gc.collect()
+use_huge_pages()
 gc.freeze()

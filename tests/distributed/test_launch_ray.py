@@ -168,7 +168,8 @@ def test_a_connection_without_the_key_gets_no_worker(ray_cluster_of_two: str) ->
         with socket.create_connection((host, port)) as talk, socket.create_connection((host, port)) as errors:
             talk.sendall(b"keyt")
             errors.sendall(b"keye")
-            assert talk.recv(100) == b"hello\n"
+            with talk.makefile("rb") as lines:
+                assert lines.readline() == b"hello\n"
         assert ray.get(started, timeout=30) > 0
         ray.kill(actor)
 

@@ -67,7 +67,7 @@ def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet) ->
         {"begin": 25},
         pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow),
         {"begin": 9, "fabric": True},
-        {"begin": 25, "sampler": "stream"},
+        pytest.param({"begin": 25, "sampler": "stream"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
