@@ -54,7 +54,7 @@ class AutoShares(BatchShares):
         self._balancer = Balancer()
         self._passes_done = 0
         self._total: int | None = None
-        self._begun = self._busy = self._ended = math.nan
+        self._begun = self._busy = self._started = math.nan
         self._samples = 0
         self._measured: list[tuple[float, float, float]] = []
         self._under_way: tuple[Tensor, Any] | None = None
@@ -83,11 +83,11 @@ class AutoShares(BatchShares):
 
     def begin_batch(self, batch: Any, sampler: BatchCutter | None = None) -> None:
         super().begin_batch(batch, sampler)
-        self._begun = self._now()
+        self._begun = self._started = self._now()
 
     def resume(self, batch: PresentBatch) -> None:
         super().resume(batch)
-        self._begun = math.nan  # the interruption was no part of the batch
+        self._begun = self._started = math.nan  # the interruption was no part of the batch
 
     def end_backward(self) -> None:
         self._busy = self._now() - self._begun
@@ -107,8 +107,8 @@ class AutoShares(BatchShares):
         samples, because they allocate or compile.
         """
         ended, cut = now(), self.cut
-        busy, step = self._busy, ended - self._ended if steady else math.nan
-        self._begun = self._ended = ended
+        busy, step = self._busy, ended - self._started if steady else math.nan
+        self._begun = self._started = ended
         if cut is not None and cut.total >= cut.ranks:  # else a rank without samples computes one of another rank's
             self._total = self._total or cut.total
         samples = 0 if cut is None or cut.total != self._total else cut.samples

@@ -39,8 +39,8 @@ class Pass:
 
     Attributes:
         busy: seconds of each rank for its part of the batch, without waiting for others.
-        step: seconds from the end of the pass before to the end of this one; not a number if they tell nothing of
-            shares, because plans are tried.
+        step: seconds from the beginning of the batch to the end of the pass, with waiting for other ranks; not a
+            number if they tell nothing of shares, because plans are tried.
     """
 
     busy: Sequence[float]
@@ -164,18 +164,19 @@ class Balancer:
                 continue
             if self._gain(second, balance(lines, sum(self._counts), bounds)) > needed:
                 self.lines = self._lines_of(both)
+                best = balance(self.lines, sum(self._counts), bounds)
+                if best == list(self._counts):
+                    return None
                 self._trial = _Trial(self._counts, _usual_step(both))
-                return balance(self.lines, sum(self._counts), bounds)
+                return best
         return None
 
     def _judge(self, trial: _Trial) -> list[int] | None:
         """The counts before the last change, if it has not made steps faster; a change without known steps is kept."""
-        if trial.counts == self._counts or len(self._recent) < _TRIAL // 2:
+        if len(self._recent) < _TRIAL // 2:
             return None
-        step = _usual_step(self._recent)
-        if step > trial.step * (
-            _HARMFUL if len(self._recent) < _TRIAL else 1.0
-        ):  # false for steps that are not numbers
+        limit = _HARMFUL if len(self._recent) < _TRIAL else _FASTER
+        if _usual_step(self._recent) > limit * trial.step:  # false for steps that are not numbers
             self._trial, self.taken_back = None, self.taken_back + 1
             return list(trial.counts)
         if len(self._recent) >= _TRIAL:

@@ -148,6 +148,15 @@ def test_a_change_that_made_steps_no_faster_is_taken_back(factor: float) -> None
     assert statistics.fmean(job.seconds) < 1.05 * 32.0
 
 
+@pytest.mark.parametrize(("ratio", "kept"), [(1.0, False), (0.995, False), (0.98, True)])
+def test_a_change_is_kept_if_steps_are_at_least_1_percent_faster(ratio: float, kept: bool) -> None:
+    job = Job(lambda _: [Line(0.0, 1.0)] * 3 + [Line(0.0, 4.0)], exponential(0.01))
+    job.step = lambda _: 20.0 if job.counts == [SAMPLES] * 4 else 20.0 * ratio
+    job.run(30)
+    assert job.changes >= 1
+    assert (job.balancer.taken_back == 0) == kept
+
+
 def test_a_harmful_change_is_taken_back_after_three_passes() -> None:
     job = Job(lambda _: [Line(0.0, 1.0)] * 3 + [Line(0.0, 4.0)], exponential(0.01))
     job.step = lambda _: 4.0 * max(job.counts)
