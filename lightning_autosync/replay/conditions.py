@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,11 @@ from lightning_autosync.replay.stages import Stage
 
 _MOST_CLASSES = 4
 """Largest number of speeds that `fluid` tells apart: each further one adds a part to each stage."""
+_ALIKE = 1.02
+"""Largest ratio of speeds that counts as noise.
+
+On 16 nodes whose speeds differ by 0.5%, classes make a fluid of 120 messages 2 to 4 times as slow, and change its
+step time by less than 1e-5."""
 _MOST_PACED = 256
 """Largest number of connections whose paces `fluid` knows where ranks have different speeds: each is a channel."""
 
@@ -36,11 +42,19 @@ class SpeedClass(NamedTuple):
 
 
 def classify(speeds: Sequence[float]) -> Indices:
-    """[ranks] the class of each rank by its speed, 0 for the slowest; classes are cut at the largest ratios."""
+    """[ranks] the class of each rank by its speed, 0 for the slowest.
+
+    Classes are cut at the largest ratios of neighbouring speeds. Speeds within a ratio of `_ALIKE` stay in one class.
+    """
     distinct = numpy.unique(speeds)
-    ratios = distinct[1:] / distinct[:-1]
-    cuts = distinct[1:][numpy.sort(numpy.argsort(-ratios, kind="stable")[: _MOST_CLASSES - 1])]
-    return numpy.searchsorted(cuts, speeds, side="right").astype(numpy.int64)
+    gaps = 1 + numpy.argsort(-distinct[1:] / distinct[:-1], kind="stable")
+    edges = [0, len(distinct)]
+    for gap in gaps.tolist():
+        place = bisect(edges, gap)
+        alike = distinct[edges[place] - 1] <= _ALIKE * distinct[edges[place - 1]]
+        if not alike and len(edges) <= _MOST_CLASSES:
+            insort(edges, gap)
+    return numpy.searchsorted(distinct[edges[1:-1]], speeds, side="right").astype(numpy.int64)
 
 
 def stage_conditions(

@@ -89,16 +89,25 @@ def test_fast_ranks_with_shared_cores_pack_their_gradients_early(detail: str) ->
     assert found.step_time == pytest.approx(3.5, rel=0.02)
 
 
-def test_close_speeds_make_no_jump() -> None:
+def test_speeds_that_just_count_as_unequal_make_no_jump() -> None:
     work = workload(1, ready=[1.0], backward_time=1.0)
-    times = [
-        price(with_speeds(one_switch(3), [speed, 1.0, 1.0]), [tree([-1, 0, 0])], "fluid", work).step_time
-        for speed in (1.0, 1 - 1e-6)
-    ]
-    assert times[1] == pytest.approx(times[0], rel=1e-4)
+    speeds = [[1 / ratio, 1.0, 1.0] for ratio in (1.0199, 1.0201)]
+    assert [max(classify(each)) for each in speeds] == [0, 1]
+    times = [price(with_speeds(one_switch(3), each), [tree([-1, 0, 0])], "fluid", work).step_time for each in speeds]
+    assert times[1] == pytest.approx(times[0], rel=0.01)
 
 
 def test_classes_are_cut_where_speeds_differ_most() -> None:
     assert classify([1.0, 1.0]).tolist() == [0, 0]
     assert classify([1.0, 0.5, 1.0]).tolist() == [1, 0, 1]
     assert classify([0.99, 0.1, 1.0, 0.2, 0.5, 0.52]).tolist() == [3, 0, 3, 1, 2, 2]
+
+
+def test_speeds_that_differ_by_noise_are_one_class() -> None:
+    noise = [1 + 0.01 * index / 15 for index in range(16)]
+    assert classify(noise).tolist() == [0] * 16
+    assert classify([*noise, *(1.5 * speed for speed in noise)]).tolist() == [0] * 16 + [1] * 16
+
+
+def test_close_neighbours_that_span_a_wide_range_are_several_classes() -> None:
+    assert len(set(classify([1.01**index for index in range(64)]).tolist())) == 4
