@@ -11,7 +11,7 @@ import numpy
 from lightning_autosync.replay.compute import Compute, HostWork
 from lightning_autosync.replay.fluid import StageConditions
 from lightning_autosync.replay.loads import LoadModel, Loads
-from lightning_autosync.replay.network import Flags, Floats, Indices, NetworkArrays, Trees
+from lightning_autosync.replay.network import Flags, Indices, NetworkArrays, Trees
 from lightning_autosync.replay.outcome import StartOrder
 from lightning_autosync.replay.paces import Paces
 from lightning_autosync.replay.stages import Stage
@@ -24,7 +24,10 @@ _ALIKE = 1.02
 On 16 nodes whose speeds differ by 0.5%, classes make a fluid of 120 messages 2 to 4 times as slow, and change its
 step time by less than 1e-5."""
 _MOST_PACED = 256
-"""Largest number of connections whose paces `fluid` knows where ranks have different speeds: each is a channel."""
+"""Largest number of connections with a pace that `fluid` simulates where ranks have different speeds.
+
+Each is a channel, so many make it slow. With more of them, `fluid` ignores all paces, without a message: a connection
+may then be faster than the engine lets it be."""
 
 
 class SpeedClass(NamedTuple):
@@ -65,11 +68,12 @@ def stage_conditions(
     load_model: LoadModel,
     network: NetworkArrays,
     trees: Trees,
-) -> tuple[StageConditions, Floats]:
-    """The conditions of a step, and [channels] the capacities that belong to them.
+) -> tuple[StageConditions, Paces]:
+    """The conditions of a step, and the connections that are channels after the network's.
 
     If all ranks are ready at once, no connection reaches its pace, since paces fit the shares of whole messages. A part
-    of a message has other shares. So with several classes, connections with a pace are channels after the network's.
+    of a message has other shares. So with several classes, connections with a pace are channels; none if there are more
+    than `_MOST_PACED`.
 
     Args:
         stages, loads, order: the stages, their loads, and the conditions of their starts on the slowest rank.
@@ -84,13 +88,13 @@ def stage_conditions(
     for each in classes:
         if each.host_work is not None:
             conditions = _with_host_work(conditions, each.host_work, each.ranks, network)
+    nothing = Paces(numpy.zeros(0, dtype=numpy.int64), numpy.zeros(0))
     if len(classes) == 1:
-        return conditions, network.capacities
+        return conditions, nothing
     paces = Paces.of(stages, loads, trees, network)
     if len(paces.pairs) > _MOST_PACED:
-        paces = Paces(paces.pairs[:0], paces.rates[:0])
-    capacities = numpy.concatenate([network.capacities, paces.rates])
-    return _with_early_parts(conditions, stages, loads, classes, load_model, paces), capacities
+        paces = nothing
+    return _with_early_parts(conditions, stages, loads, classes, load_model, paces), paces
 
 
 def _with_host_work(

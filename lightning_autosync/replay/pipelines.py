@@ -164,11 +164,7 @@ def _copy_routes(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops) -
 def _add_work(
     flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, work: Floats, pairs: NDArray[numpy.uint64]
 ) -> Floats:
-    """Add one direction of a flow to the loads, and record its pairs of ranks.
-
-    Returns:
-        [channels] how often the flow crosses each link, weighted by the share of its values that each hop carries.
-    """
+    """Add one direction of a flow to the loads and pairs; returns [channels] the sum of shares that cross each link."""
     ranks, stage, tree = paths.trees.parents.shape[1], flows.stage[flow], _tree(flows, flow, way)
     count = numpy.zeros(len(paths.capacities))
     gather, seal, opening, frame, _, _ = flows.costs[stage]

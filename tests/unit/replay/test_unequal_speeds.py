@@ -10,9 +10,10 @@ from clusters import asymmetric_cluster
 from replay_cases import IDEAL, RATE, one_switch, price, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan import Schedule, builders, compile_plan
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.replay.conditions import classify
+from lightning_autosync.replay.paces import Paces
 from lightning_autosync.workload import Variable, Workload
 
 DETAILS = pytest.mark.parametrize("detail", ["frames", "fluid"])
@@ -42,8 +43,8 @@ def slow_root(ready: float) -> ClusterSpec:
     return with_speeds(ClusterSpec.from_dict(data), [1 / ready, 1.0, 1.0])
 
 
-def difference(seed: int) -> float:
-    """Relative difference of the times of a random plan as a fluid and in frames."""
+def random_plan(seed: int) -> tuple[Replay, Schedule]:
+    """A random plan for a cluster with nodes of unequal speeds, and what predicts it."""
     random = Random(seed)
     size = random.randint(3, 6)
     speeds = [random.uniform(0.3, 1.0) for _ in range(size)]
@@ -56,7 +57,12 @@ def difference(seed: int) -> float:
         arguments = {**arguments, "bucket_bytes": random.choice([1, 2**20, 2**40])}
     constants = random.choice([Constants(), Constants.ideal(), Constants(cores=2)])
     made = compile_plan(builders.build(name, work, cluster, **arguments), work, cluster)
-    pricing = Replay(work, cluster, constants)
+    return Replay(work, cluster, constants), made
+
+
+def difference(seed: int) -> float:
+    """Relative difference of the times of a random plan as a fluid and in frames."""
+    pricing, made = random_plan(seed)
     return pricing.predict(made, "fluid").step_time / pricing.predict(made, "frames").step_time - 1
 
 
@@ -111,3 +117,14 @@ def test_speeds_that_differ_by_noise_are_one_class() -> None:
 
 def test_close_neighbours_that_span_a_wide_range_are_several_classes() -> None:
     assert len(set(classify([1.01**index for index in range(64)]).tolist())) == 4
+
+
+def test_a_critical_path_names_the_connection_whose_pace_binds() -> None:
+    pricing, made = random_plan(seed=31)
+    path = pricing.predict(made, "fluid").critical_path
+    step = pricing._prepare(made)
+    paces = Paces.of(step.stages, step.loads, pricing._forest.trees, pricing._network)
+    ends = [divmod(pair, made.world_size) for pair in paces.pairs.tolist()]
+    named = {span.name.partition(" on ")[2] for span in path if "connection" in span.name}
+    assert named
+    assert named <= {f"paced connection from rank {source} to rank {target}" for source, target in ends}
