@@ -50,6 +50,8 @@ def _waits_for(name: str) -> str:
     if name in PATH:
         return name
     channel = name.rpartition(" on ")[2]
+    if channel.startswith("paced connection "):
+        return "pipeline"  # trained models know both under one name
     return _ON.get(channel, "hosts" if channel.startswith("host of rank ") else "links")
 
 

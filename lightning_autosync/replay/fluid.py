@@ -68,14 +68,33 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
             the last stage.
         burst: [channels] most tokens that a channel collects.
     """
+    times, state = _before_all(conditions, capacities)
+    by_urgency = numpy.argsort(conditions.order.urgency)
+    shaped = burst.max() > 0
+    now = 0.0
+    while True:
+        coming = _start_and_end(conditions, state, times, capacities, slots, now)
+        deepest = _set_levels(by_urgency, conditions.rivals, state, times, now)
+        _share(state.work, open_capacities(capacities, tokens), state, deepest, times.bound)
+        flow = _flow(state.work, state) if shaped else capacities
+        step = min(coming - now, next_change(flow, capacities, tokens), _move(state, times, now))
+        if step == numpy.inf:
+            return times
+        # Jump exactly to an event: after rounding, the sum could be just before it.
+        now = coming if now + step >= coming else now + step
+        if shaped:
+            refill(flow, capacities, tokens, burst, step)
+        for stage in range(len(state.left)):
+            if state.level[stage] >= 0:
+                state.left[stage] = max(0.0, state.left[stage] - state.rate[stage] * step)
+
+
+@compiled
+def _before_all(conditions: StageConditions, capacities: Floats) -> tuple[StageTimes, _State]:
+    """The times and the state of stages of which none has started."""
     count = len(conditions.fill)
-    times = StageTimes(
-        numpy.full(count, numpy.inf),
-        numpy.full(count, numpy.inf),
-        numpy.full(count, numpy.inf),
-        numpy.full(count, numpy.inf),
-        numpy.full(count, -1, dtype=numpy.int64),
-    )
+    never = numpy.full(count, numpy.inf)
+    times = StageTimes(never, never.copy(), never.copy(), never.copy(), numpy.full(count, -1, dtype=numpy.int64))
     state = _State(
         conditions.work.copy(),
         conditions.fill.copy(),
@@ -84,29 +103,18 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
         numpy.zeros(count, dtype=numpy.int64),
         _alone(conditions.work, capacities),
     )
-    by_urgency = numpy.argsort(conditions.order.urgency)
-    shaped = burst.max() > 0
-    now = 0.0
-    while True:
-        coming = _start_and_end(conditions, state, times, capacities, slots, now)
-        deepest = _set_levels(by_urgency, conditions.rivals, state, times, now)
-        _share(state.work, open_capacities(capacities, tokens), state, deepest, times.bound)
-        step = coming - now
-        flow = _flow(state.work, state) if shaped else capacities
-        step = min(step, next_change(flow, capacities, tokens))
-        for stage in range(count):
-            if state.level[stage] >= 0 and state.rate[stage] > 0:
-                step = min(step, state.left[stage] / state.rate[stage])
-                times.moved[stage] = min(times.moved[stage], now)
-        if step == numpy.inf:
-            return times
-        # Jump exactly to an event: after rounding, the sum could be just before it.
-        now = coming if now + step >= coming else now + step
-        if shaped:
-            refill(flow, capacities, tokens, burst, step)
-        for stage in range(count):
-            if state.level[stage] >= 0:
-                state.left[stage] = max(0.0, state.left[stage] - state.rate[stage] * step)
+    return times, state
+
+
+@compiled
+def _move(state: _State, times: StageTimes, now: float) -> float:
+    """Record which stages move from now on; returns the seconds until the first of them has no work left."""
+    least = numpy.inf
+    for stage in range(len(state.left)):
+        if state.level[stage] >= 0 and state.rate[stage] > 0:
+            least = min(least, state.left[stage] / state.rate[stage])
+            times.moved[stage] = min(times.moved[stage], now)
+    return least
 
 
 @compiled

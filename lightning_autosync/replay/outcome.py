@@ -73,7 +73,8 @@ class StageTimes(NamedTuple):
         moved: time when its first bytes moved.
         drained: time when its last bytes left.
         end: time when the last rank had received them.
-        bound: channel that limited the stage when it last moved, -1 for none; in frames, its busiest channel.
+        bound: channel that limited the stage when it last moved, -1 for none; in frames, its busiest channel. A pace of
+            the connection from ``source`` to ``target`` has the number ``channels + source * ranks + target``.
     """
 
     start: Floats
@@ -113,7 +114,7 @@ def critical_path(
     while number >= 0:
         seen.add(number)
         moved = min(now, float(times.moved[number]))
-        channel = channels[times.bound[number]] if times.bound[number] >= 0 else "its pipeline"
+        channel = _limit(int(times.bound[number]), channels, schedule.world_size)
         add(f"message '{schedule.messages[stages[number].message].name}' on {channel}", moved, now)
         now = moved
         number = _cause(number, stages, order, times, seen)
@@ -124,6 +125,16 @@ def critical_path(
     add("backward", compute.forward, now)
     add("forward", 0.0, min(now, compute.forward))
     return tuple(reversed(path))
+
+
+def _limit(bound: int, channels: Sequence[str], ranks: int) -> str:
+    """The name of what limited a stage; ``bound`` is as in `StageTimes`."""
+    if bound < 0:
+        return "its pipeline"
+    if bound < len(channels):
+        return channels[bound]
+    source, target = divmod(bound - len(channels), ranks)
+    return f"paced connection from rank {source} to rank {target}"
 
 
 def _cause(number: int, stages: Sequence[Stage], order: StartOrder, times: StageTimes, seen: set[int]) -> int:

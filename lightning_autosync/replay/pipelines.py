@@ -59,6 +59,23 @@ _UP, _DOWN = 0, 1
 """Directions of a flow, as indices."""
 
 
+class _Hops(NamedTuple):
+    """The hops of one flow between each rank and its parent, up and down, as arrays [2, ranks].
+
+    Attributes:
+        route: route of each hop.
+        kind: class of each hop.
+        seconds: time of one piece.
+        before, after: seconds from the start of the stage until a piece is at a rank, and from then to the stage's end.
+    """
+
+    route: Integers
+    kind: Indices
+    seconds: Floats
+    before: Floats
+    after: Floats
+
+
 @compiled
 def load(
     flows: Flows,
@@ -81,37 +98,29 @@ def load(
         classes: [ranks] class of each rank; 0 for the slowest.
         parted: [stages] whether the hops of a stage have classes; all hops of other stages belong to class 0.
     """
-    ranks = paths.trees.parents.shape[1]
-    hop_time, before, after = numpy.zeros((2, ranks)), numpy.zeros((2, ranks)), numpy.zeros((2, ranks))
-    routes = numpy.zeros((2, ranks), dtype=numpy.int32)
-    kind = numpy.zeros((2, ranks), dtype=numpy.int64)
-    count = numpy.zeros(len(paths.capacities))
+    shape = 2, paths.trees.parents.shape[1]
+    route, kind = numpy.zeros(shape, dtype=numpy.int32), numpy.zeros(shape, dtype=numpy.int64)
+    hops = _Hops(route, kind, numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(shape))
     lead, trail = numpy.full(work.shape, numpy.inf), numpy.full(work.shape, numpy.inf)
     for flow in range(len(flows.stage)):
-        rising = falling = 0.0
-        _classify(flows, paths, flow, classes, parted[flows.stage[flow]], kind)
+        _classify(flows, paths, flow, classes, parted[flows.stage[flow]], hops.kind)
         for way in (_UP, _DOWN):
-            tree = flows.up[flow] if way == _UP else flows.down[flow]
-            if tree < 0:
-                continue
-            count[:] = 0
-            _copy_routes(paths, way, tree, routes[way])
-            _add_work(flows, paths, flow, way, tree, routes[way], kind[way], work, count, pairs)
-            _time_hops(flows, paths, flow, way, tree, routes[way], count, hop_time[way])
-            if way == _UP:
-                rising = _climb(paths, tree, hop_time[way], kind[way], before[way])
-            else:
-                falling = _climb(paths, tree, hop_time[way], kind[way], after[way])
-        if flows.up[flow] >= 0:
-            _descend(paths, flows.up[flow], hop_time[_UP], falling, after[_UP])
-            _lower_margins(flows, paths, flow, _UP, routes[_UP], kind[_UP], before[_UP], after[_UP], lead, trail)
-        if flows.down[flow] >= 0:
-            _descend(paths, flows.down[flow], hop_time[_DOWN], rising, before[_DOWN])
-            _lower_margins(
-                flows, paths, flow, _DOWN, routes[_DOWN], kind[_DOWN], before[_DOWN], after[_DOWN], lead, trail
-            )
+            if _tree(flows, flow, way) >= 0:
+                _copy_routes(flows, paths, flow, way, hops)
+                count = _add_work(flows, paths, flow, way, hops, work, pairs)
+                _time_hops(flows, paths, flow, way, hops, count)
+        _time_pipeline(flows, paths, flow, hops)
+        for way in (_UP, _DOWN):
+            if _tree(flows, flow, way) >= 0:
+                _lower_margins(flows, paths, flow, way, hops, lead, trail)
     for number in range(len(work)):
         _fill_pipelines(paths, work[number], lead[number], trail[number], fill[number])
+
+
+@compiled
+def _tree(flows: Flows, flow: int, way: int) -> int:
+    """The tree of a flow in one direction; negative for none."""
+    return int(flows.up[flow] if way == _UP else flows.down[flow])
 
 
 @compiled
@@ -141,36 +150,30 @@ def _classify(flows: Flows, paths: Paths, flow: int, classes: Indices, parted: b
 
 
 @compiled
-def _copy_routes(paths: Paths, way: int, tree: int, routes: Integers) -> None:
+def _copy_routes(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops) -> None:
     """Copy the route of each rank to or from its parent: each is used several times, and the table exceeds caches."""
-    for rank in range(len(routes)):
+    tree = _tree(flows, flow, way)
+    for rank in range(paths.trees.parents.shape[1]):
         parent = paths.trees.parents[tree, rank]
         if parent >= 0:
-            routes[rank] = paths.routes.between[rank, parent] if way == _UP else paths.routes.between[parent, rank]
+            between = paths.routes.between
+            hops.route[way, rank] = between[rank, parent] if way == _UP else between[parent, rank]
 
 
 @compiled
 def _add_work(
-    flows: Flows,
-    paths: Paths,
-    flow: int,
-    way: int,
-    tree: int,
-    routes: Integers,
-    kind: Indices,
-    work: Floats,
-    count: Floats,
-    pairs: NDArray[numpy.uint64],
-) -> None:
-    """Add one direction of a flow to the loads; count its crossings of links and record its pairs of ranks."""
-    ranks, stage = paths.trees.parents.shape[1], flows.stage[flow]
+    flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, work: Floats, pairs: NDArray[numpy.uint64]
+) -> Floats:
+    """Add one direction of a flow to the loads and pairs; returns [channels] the sum of shares that cross each link."""
+    ranks, stage, tree = paths.trees.parents.shape[1], flows.stage[flow], _tree(flows, flow, way)
+    count = numpy.zeros(len(paths.capacities))
     gather, seal, opening, frame, _, _ = flows.costs[stage]
     copies = flows.copies[flow]
     wire, values = copies * flows.wire[flow], copies * flows.values[flow]
     parents, sizes, growth = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[stage]
-    starts, hops = paths.routes.starts, paths.routes.hops
+    starts, channels = paths.routes.starts, paths.routes.hops
     for rank in range(ranks):
-        parent, own = parents[rank], work[kind[rank], stage]
+        parent, own = parents[rank], work[hops.kind[way, rank], stage]
         if parent < 0:
             own[paths.links + rank] += values * seal
             if paths.shared >= 0:
@@ -179,10 +182,10 @@ def _add_work(
         source, target = (rank, parent) if way == _UP else (parent, rank)
         # A sum of sparse rows fills up as ranks are added: on the way up those below this hop, on the way down all.
         share = growth[sizes[rank] if way == _UP else ranks]
-        route = routes[rank]
+        route = hops.route[way, rank]
         for hop in range(starts[route], starts[route + 1]):
-            own[hops[hop]] += share * wire
-            count[hops[hop]] += share
+            own[channels[hop]] += share * wire
+            count[channels[hop]] += share
         handling = share * wire * flows.host_cost + copies * flows.pieces[flow] * frame
         sending = share * values * seal if way == _UP else 0.0
         receiving = share * values * (gather if way == _UP else opening)
@@ -194,29 +197,43 @@ def _add_work(
         if paths.paced[pair] >= 0:
             own[paths.paced[pair]] += share * wire
         # All operands are uint64: numba converts a mix with int64 to float64.
-        pairs[kind[rank], stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
+        pairs[hops.kind[way, rank], stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
+    return count
 
 
 @compiled
-def _time_hops(
-    flows: Flows, paths: Paths, flow: int, way: int, tree: int, routes: Integers, count: Floats, hop_time: Floats
-) -> None:
-    """Fill in ``hop_time``: seconds of one piece from each rank to its parent, or back."""
+def _time_hops(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, count: Floats) -> None:
+    """Fill in the seconds of one piece from each rank to its parent, or back; ``count`` is that of `_add_work`."""
+    ranks, tree = paths.trees.parents.shape[1], _tree(flows, flow, way)
     gather, seal, opening, _, hop_cost, latencies = flows.costs[flows.stage[flow]]
     coding = gather + seal if way == _UP else opening
     wire, values, pieces = flows.wire[flow], flows.values[flow], flows.pieces[flow]
     parents, sizes, growth = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[flows.stage[flow]]
-    starts, hops, capacities = paths.routes.starts, paths.routes.hops, paths.capacities
-    for rank in range(len(hop_time)):
+    starts, channels, capacities = paths.routes.starts, paths.routes.hops, paths.capacities
+    for rank in range(ranks):
         if parents[rank] < 0:
             continue
-        route = routes[rank]
+        route = hops.route[way, rank]
         slowest = 0.0
         for hop in range(starts[route], starts[route + 1]):
-            slowest = max(slowest, count[hops[hop]] / capacities[hops[hop]])
-        share = growth[sizes[rank] if way == _UP else len(hop_time)]
+            slowest = max(slowest, count[channels[hop]] / capacities[channels[hop]])
+        share = growth[sizes[rank] if way == _UP else ranks]
         piece = slowest * wire + share * values * coding
-        hop_time[rank] = piece / pieces + latencies * paths.routes.latencies[route] + hop_cost
+        hops.seconds[way, rank] = piece / pieces + latencies * paths.routes.latencies[route] + hop_cost
+
+
+@compiled
+def _time_pipeline(flows: Flows, paths: Paths, flow: int, hops: _Hops) -> None:
+    """Fill in the seconds before and after each rank: a piece goes up to the root, then down."""
+    up, down = _tree(flows, flow, _UP), _tree(flows, flow, _DOWN)
+    rising = falling = 0.0
+    if up >= 0:
+        rising = _climb(paths, up, hops.seconds[_UP], hops.kind[_UP], hops.before[_UP])
+    if down >= 0:
+        falling = _climb(paths, down, hops.seconds[_DOWN], hops.kind[_DOWN], hops.after[_DOWN])
+        _descend(paths, down, hops.seconds[_DOWN], rising, hops.before[_DOWN])
+    if up >= 0:
+        _descend(paths, up, hops.seconds[_UP], falling, hops.after[_UP])
 
 
 @compiled
@@ -248,33 +265,22 @@ def _descend(paths: Paths, tree: int, hop_time: Floats, beyond: float, above: Fl
 
 
 @compiled
-def _lower_margins(
-    flows: Flows,
-    paths: Paths,
-    flow: int,
-    way: int,
-    routes: Integers,
-    kind: Indices,
-    before: Floats,
-    after: Floats,
-    lead: Floats,
-    trail: Floats,
-) -> None:
+def _lower_margins(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, lead: Floats, trail: Floats) -> None:
     """Lower the minimal times before and after each link to those of this flow's hops."""
-    stage = flows.stage[flow]
+    stage, tree = flows.stage[flow], _tree(flows, flow, way)
     hop_cost, latencies = flows.costs[stage, 4], flows.costs[stage, 5]
-    tree = flows.up[flow] if way == _UP else flows.down[flow]
+    before, after = hops.before[way], hops.after[way]
     for rank in range(len(before)):
         parent = paths.trees.parents[tree, rank]
         if parent < 0:
             continue
         source, target = (rank, parent) if way == _UP else (parent, rank)
-        route = routes[rank]
+        route, kind = hops.route[way, rank], hops.kind[way, rank]
         onwards = after[target] + latencies * paths.routes.latencies[route] + hop_cost
         for hop in range(paths.routes.starts[route], paths.routes.starts[route + 1]):
             channel = paths.routes.hops[hop]
-            lead[kind[rank], stage, channel] = min(lead[kind[rank], stage, channel], before[source])
-            trail[kind[rank], stage, channel] = min(trail[kind[rank], stage, channel], onwards)
+            lead[kind, stage, channel] = min(lead[kind, stage, channel], before[source])
+            trail[kind, stage, channel] = min(trail[kind, stage, channel], onwards)
 
 
 @compiled

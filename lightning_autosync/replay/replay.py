@@ -162,20 +162,22 @@ class Replay:
     def _prepare_fluid(self, step: _Step) -> Callable[[Floats], tuple[StageTimes, float]]:
         """Prepare a step with each stage as one flow; otherwise like `prepare_frames`."""
         network, count, classes = self._network, len(step.stages), self._speed_classes(step)
-        conditions, capacities = stage_conditions(
+        conditions, paces = stage_conditions(
             step.stages, step.loads, step.order, classes, self._loads, network, self._forest.trees
         )
-        channels, paced = len(network.capacities), numpy.zeros(len(capacities) - len(network.capacities))
-        burst = numpy.concatenate([network.burst, paced])
+        channels, no_tokens = len(network.capacities), numpy.zeros(len(paces.pairs))
+        capacities = numpy.concatenate([network.capacities, paces.rates])
+        burst = numpy.concatenate([network.burst, no_tokens])
         # The slowest class comes first; its last part of host work ends last.
         last = count + len(step.host_work[0].core) - 1 if step.host_work else -1
 
         def run(tokens: Floats) -> tuple[StageTimes, float]:
-            padded = numpy.concatenate([tokens, paced])
+            padded = numpy.concatenate([tokens, no_tokens])
             times = drain(conditions, capacities, self._constants.collectives, padded, burst)
             tokens[:] = padded[:channels]
             numpy.minimum.at(times.moved, conditions.whole, times.moved.copy())
-            times.bound[times.bound >= channels] = -1
+            paced = times.bound >= channels
+            times.bound[paced] = channels + paces.pairs[times.bound[paced] - channels]
             of_stages = StageTimes._make(each[:count] for each in times)
             return of_stages, float(times.end[last]) if step.host_work else 0.0
 

@@ -13,7 +13,16 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
 from lightning_autosync.learned.context import BUNDLES, Context
 from lightning_autosync.learned.ensemble import KINDS
-from lightning_autosync.learned.graph import MESSAGES, NODES, RELATIONS, Edges, PlanGraph, encode_graph, merge
+from lightning_autosync.learned.graph import (
+    MESSAGES,
+    NODES,
+    RELATIONS,
+    Edges,
+    PlanGraph,
+    _waits_for,
+    encode_graph,
+    merge,
+)
 from lightning_autosync.learned.hetero import batch_graphs
 from lightning_autosync.learned.plan_arrays import plan_arrays
 from lightning_autosync.learned.predefined import predefined, shard_set
@@ -250,3 +259,17 @@ def _shuffled(graph: PlanGraph, node: str) -> PlanGraph:
         for (source, _, target), edge in zip(RELATIONS, graph.edges, strict=True)
     )
     return PlanGraph(nodes, edges, graph.overall)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [
+        ("its pipeline", "pipeline"),
+        ("paced connection from rank 0 to rank 1", "pipeline"),
+        ("shared cores", "cores"),
+        ("host of rank 1", "hosts"),
+        ("node0 > switch", "links"),
+    ],
+)
+def test_the_kind_of_a_span_is_what_limits_its_message(limit: str, kind: str) -> None:
+    assert _waits_for(f"message 'bucket0' on {limit}") == kind

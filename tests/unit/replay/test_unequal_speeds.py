@@ -10,9 +10,10 @@ from clusters import asymmetric_cluster
 from replay_cases import IDEAL, RATE, one_switch, price, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan import Schedule, builders, compile_plan
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.replay.conditions import classify
+from lightning_autosync.replay.paces import Paces
 from lightning_autosync.workload import Variable, Workload
 
 DETAILS = pytest.mark.parametrize("detail", ["frames", "fluid"])
@@ -42,8 +43,8 @@ def slow_root(ready: float) -> ClusterSpec:
     return with_speeds(ClusterSpec.from_dict(data), [1 / ready, 1.0, 1.0])
 
 
-def difference(seed: int) -> float:
-    """Relative difference of the times of a random plan as a fluid and in frames."""
+def random_plan(seed: int) -> tuple[Replay, Schedule]:
+    """A random plan for a cluster with nodes of unequal speeds, and what predicts it."""
     random = Random(seed)
     size = random.randint(3, 6)
     speeds = [random.uniform(0.3, 1.0) for _ in range(size)]
@@ -56,7 +57,12 @@ def difference(seed: int) -> float:
         arguments = {**arguments, "bucket_bytes": random.choice([1, 2**20, 2**40])}
     constants = random.choice([Constants(), Constants.ideal(), Constants(cores=2)])
     made = compile_plan(builders.build(name, work, cluster, **arguments), work, cluster)
-    pricing = Replay(work, cluster, constants)
+    return Replay(work, cluster, constants), made
+
+
+def difference(seed: int) -> float:
+    """Relative difference of the times of a random plan as a fluid and in frames."""
+    pricing, made = random_plan(seed)
     return pricing.predict(made, "fluid").step_time / pricing.predict(made, "frames").step_time - 1
 
 
@@ -89,16 +95,36 @@ def test_fast_ranks_with_shared_cores_pack_their_gradients_early(detail: str) ->
     assert found.step_time == pytest.approx(3.5, rel=0.02)
 
 
-def test_close_speeds_make_no_jump() -> None:
+def test_speeds_that_just_count_as_unequal_make_no_jump() -> None:
     work = workload(1, ready=[1.0], backward_time=1.0)
-    times = [
-        price(with_speeds(one_switch(3), [speed, 1.0, 1.0]), [tree([-1, 0, 0])], "fluid", work).step_time
-        for speed in (1.0, 1 - 1e-6)
-    ]
-    assert times[1] == pytest.approx(times[0], rel=1e-4)
+    speeds = [[1 / ratio, 1.0, 1.0] for ratio in (1.0199, 1.0201)]
+    assert [max(classify(each)) for each in speeds] == [0, 1]
+    times = [price(with_speeds(one_switch(3), each), [tree([-1, 0, 0])], "fluid", work).step_time for each in speeds]
+    assert times[1] == pytest.approx(times[0], rel=0.01)
 
 
 def test_classes_are_cut_where_speeds_differ_most() -> None:
     assert classify([1.0, 1.0]).tolist() == [0, 0]
     assert classify([1.0, 0.5, 1.0]).tolist() == [1, 0, 1]
     assert classify([0.99, 0.1, 1.0, 0.2, 0.5, 0.52]).tolist() == [3, 0, 3, 1, 2, 2]
+
+
+def test_speeds_that_differ_by_noise_are_one_class() -> None:
+    noise = [1 + 0.01 * index / 15 for index in range(16)]
+    assert classify(noise).tolist() == [0] * 16
+    assert classify([*noise, *(1.5 * speed for speed in noise)]).tolist() == [0] * 16 + [1] * 16
+
+
+def test_close_neighbours_that_span_a_wide_range_are_several_classes() -> None:
+    assert len(set(classify([1.01**index for index in range(64)]).tolist())) == 4
+
+
+def test_a_critical_path_names_the_connection_whose_pace_binds() -> None:
+    pricing, made = random_plan(seed=31)
+    path = pricing.predict(made, "fluid").critical_path
+    step = pricing._prepare(made)
+    paces = Paces.of(step.stages, step.loads, pricing._forest.trees, pricing._network)
+    ends = [divmod(pair, made.world_size) for pair in paces.pairs.tolist()]
+    named = {span.name.partition(" on ")[2] for span in path if "connection" in span.name}
+    assert named
+    assert named <= {f"paced connection from rank {source} to rank {target}" for source, target in ends}
