@@ -154,8 +154,9 @@ def test_a_rank_that_waits_to_be_ended_can_be_interrupted(
     monkeypatch.setattr("lightning_autosync.cli.application.time.sleep", interrupted)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(sys, "argv", ["autosync", "bench", line])
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:  # pytest itself would end at the latter
         main()
+    assert isinstance(caught.value, SystemExit)
     assert caught.value.code == 130
     assert capsys.readouterr().err == "autosync bench: interrupted\n"
 
