@@ -84,7 +84,10 @@ def _exit_with(verb: str, error: AutoSyncError | OSError) -> NoReturn:
     """
     rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     if isinstance(error, DocumentError) and rank != "0":
-        time.sleep(_PATIENCE)
+        try:
+            time.sleep(_PATIENCE)
+        except KeyboardInterrupt:
+            _exit_interrupted(verb)
     sys.exit(f"autosync {verb}: {_one_line(error)}")
 
 

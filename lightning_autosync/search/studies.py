@@ -66,6 +66,13 @@ class Suggesting(Protocol):
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
 
 
+class HasPoints(Protocol):
+    """A space of points."""
+
+    def used(self, genome: Genome, /) -> dict[str, Any]:
+        """The parameters of a point that can change its plan."""
+
+
 def distributions(space: PlanSpace) -> dict[str, CategoricalDistribution]:
     """The parameters of a space for Optuna: categorical, in a fixed order."""
     return {name: CategoricalDistribution(domain) for name, domain in space.parameters.items()}
@@ -147,7 +154,7 @@ def describe(study: optuna.Study, space: PlanSpace, first: Sequence[Genome] = ()
     study.set_user_attr(WORKLOAD, json.dumps(space.workload.to_dict()))
     study.set_user_attr(CLUSTER, json.dumps(space.cluster.to_dict()))
     study.set_user_attr(SEMANTICS, space.semantics)
-    enqueue(study, first, BASELINE)
+    enqueue(study, space, first, BASELINE)
     # Written last: other processes wait for this attribute, and then need all the others.
     sizes = {"fingerprint": space.fingerprint, "runs": space.runs, "lone": space.lone}
     study.set_user_attr(SPACE, {"format": FORMAT, **sizes, "leaves_out": True})
@@ -279,26 +286,28 @@ def _recorded_domains(study: optuna.Study) -> dict[str, tuple[Value, ...]]:
 
 
 @storage_errors()
-def enqueue(study: optuna.Study, points: Sequence[Genome], origin: str) -> None:
-    """Enqueue points that the study has not measured or enqueued yet. Interrupted trials do not count.
+def enqueue(study: optuna.Study, space: HasPoints, points: Sequence[Genome], origin: str) -> None:
+    """Enqueue points of a space that the study has not measured or enqueued yet. Interrupted trials do not count.
 
     Raises:
         StorageError: the study's storage does not answer.
     """
     trials = study.get_trials(deepcopy=False)
+    # A trial that runs or was killed may lack parameters that its point uses. Then it equals no point.
     known = [
-        enqueued_point(trial) for trial in trials if not was_interrupted(trial) and REFINED not in trial.user_attrs
+        space.used(enqueued_point(trial))
+        for trial in trials
+        if not was_interrupted(trial) and REFINED not in trial.user_attrs
     ]
     for point in points:
-        # A trial has the parameters that its point uses, so they tell all.
-        if not any(found and found.items() <= point.items() for found in known):
+        if (used := space.used(point)) not in known:
             study.enqueue_trial(dict(point), user_attrs={ORIGIN: origin})
-            known.append(point)
+            known.append(used)
 
 
 def enqueue_baselines(study: optuna.Study, space: PlanSpace) -> None:
     """Enqueue every builder's plan."""
-    enqueue(study, space.baselines(), BASELINE)
+    enqueue(study, space, space.baselines(), BASELINE)
 
 
 def samples_of(study: optuna.Study) -> list[Sample]:

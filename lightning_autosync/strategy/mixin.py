@@ -71,7 +71,8 @@ class AutoSyncMixin(CollectiveCalls):
         cluster: nodes and links of the job: a `ClusterSpec`, the path of its file, or the name of a shipped cluster.
             None or ``auto`` (default): unknown, so links are measured before training.
         scheduling: None (default) keeps the system's scheduling policy. ``batch`` runs ranks that compute on CPUs
-            under Linux's SCHED_BATCH, which helps small messages on some older kernels and costs on newer ones.
+            under Linux's SCHED_BATCH, which helps small messages where ranks share cores and no other program runs, and
+            costs where one does.
         tuning: how a job on several nodes that gives no plan finds one. ``auto`` (default): it measures links if no
             cluster is given, searches by simulation, and then tries plans on training steps. `TuningSettings` sets its
             limits. ``off``: the plan follows from the cluster alone.

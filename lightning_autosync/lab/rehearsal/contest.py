@@ -169,7 +169,7 @@ class Contest:
         if isinstance(space, PlanSpace):
             describe(study, space)
         if sampler != "transfer":
-            enqueue(study, space.baselines(), BASELINE)
+            enqueue(study, space, space.baselines(), BASELINE)
         source = self._settings.source_of(pair) if sampler == "transfer" else None
         run = SamplerRun(pair, sampler, seed, [], [], [], 0.0, world.best_builder(), [], source)
         return self._play(study, world, space, run)
@@ -213,7 +213,7 @@ class Contest:
             world = self._world(pair)
             study = optuna.create_study(sampler=self._sampler(world, world.space, "autosync", 1_000_003))
             describe(study, world.space)
-            enqueue(study, world.space.baselines(), BASELINE)
+            enqueue(study, world.space, world.space.baselines(), BASELINE)
             settings = self._settings.model_copy(update={"budget": self._settings.source_budget})
             run = SamplerRun(pair, "source", -1, [], [], [], 0.0, world.best_builder(), [])
             contest = Contest(settings)

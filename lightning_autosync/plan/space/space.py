@@ -189,7 +189,7 @@ class PlanSpace:
         """Whether a parameter can change the plan of a point, of which only builder and methods need to be known."""
         if name == BUILDER:
             return True
-        if genome[BUILDER] != COMPOSED:
+        if genome.get(BUILDER, COMPOSED) != COMPOSED:
             return False
         block, _, aspect = name.rpartition("/")
         method = genome.get(f"{block}/method", "native")

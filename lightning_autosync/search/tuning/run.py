@@ -181,7 +181,7 @@ class TuningRun:
             _log.info(
                 "%s interrupted: counted as failed, but the same plans may be tried again", counted(count, "trial")
             )
-        studies.enqueue(study, first, BASELINE)  # again those baselines whose trials were interrupted
+        studies.enqueue(study, space, first, BASELINE)  # again those baselines whose trials were interrupted
         return trials
 
     def _seeded(self, trials: Trials) -> SearchSettings:

@@ -74,6 +74,10 @@ class BucketSpace:
         size = int(point[BUCKET] * MIB)
         return builders.all_reduce(self.workload, self.cluster, bucket_bytes=size, first_bucket_bytes=size)
 
+    def used(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters of a point that can change its plan: all."""
+        return dict(point)
+
     def baselines(self) -> list[dict[str, Any]]:
         """Horovod's default."""
         return [{BUCKET: self.range[1]}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
@@ -62,8 +63,16 @@ class GlobalStream(IterableDataset[Any]):
             yield from batch[start : start + counts[self._rank]]
 
 
-class StreamBatches(Sampler[list[None]]):
-    """Tells a data loader how many samples of a stream make a batch of this rank.
+class StreamBatches(Sampler[list[None]], ABC):
+    """Tells a data loader how many samples of a stream make each batch of this rank."""
+
+    @abstractmethod
+    def take(self) -> Cut:
+        """The cut of the next batch that the data loader returned; call it once for each batch."""
+
+
+class FixedStreamBatches(StreamBatches):
+    """Batches of a stream with shares that never change.
 
     Args:
         counts: samples of each rank in a global batch.
@@ -78,12 +87,11 @@ class StreamBatches(Sampler[list[None]]):
             yield [None] * self._cut.samples
 
     def take(self) -> Cut:
-        """The cut of each batch."""
         return self._cut
 
 
 class ChangingStreamBatches(StreamBatches):
-    """The same with shares that change. It works in the process of this rank only, without workers of a data loader.
+    """Batches of a stream with shares that change, only for a data loader without workers.
 
     Args:
         dealer: says how batches are cut.
@@ -119,14 +127,14 @@ class ChangingStreamBatches(StreamBatches):
         return self._cuts.popleft()
 
 
-def cut_stream(loader: DataLoader[Any], counts: Sequence[int], rank: int) -> StreamBatches:
+def cut_stream(loader: DataLoader[Any], counts: Sequence[int], rank: int) -> FixedStreamBatches:
     """Let a data loader of a `GlobalStream` load this rank's samples; returns its new batch sampler.
 
     Raises:
         PlanError: the data loader would return batches that are not full.
     """
     _stream_of(loader).cut(counts, sum(counts), len(counts), rank)
-    return StreamBatches(counts, rank)
+    return FixedStreamBatches(counts, rank)
 
 
 def cut_stream_anew(loader: DataLoader[Any], dealer: Dealer, total: int, ranks: int) -> ChangingStreamBatches:

@@ -144,6 +144,23 @@ def test_of_each_host_the_first_rank_tells_what_is_wrong(
     assert waited == waits
 
 
+@pytest.mark.parametrize("line", ["cluster=missing.yaml", "speed=1"], ids=["verb", "keys"])
+def test_a_rank_that_waits_to_be_ended_can_be_interrupted(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_autosync.cli.application.time.sleep", interrupted)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["autosync", "bench", line])
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:  # pytest itself would end at the latter
+        main()
+    assert isinstance(caught.value, SystemExit)
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "autosync bench: interrupted\n"
+
+
 def test_the_command_ends_with_that_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["autosync", "bench", "speed=1"])
     with pytest.raises(SystemExit, match=r"^autosync bench: speed: unknown key; allowed: "):

@@ -230,7 +230,52 @@ def test_sampled_points_are_not_enqueued_again(storage: Path) -> None:
     points = [SPACE.draw(Random(n)) for n in range(3)]
     for point in points[:2]:
         study.add_trial(_measured(point))
-    studies.enqueue(study, points, "drawn")
+    studies.enqueue(study, SPACE, points, "drawn")
+    assert len(study.trials) == 3
+
+
+@pytest.mark.parametrize("state", [optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.FAIL])
+@pytest.mark.parametrize("methods", [False, True], ids=["builder", "methods"])
+def test_trials_without_all_their_parameters_are_no_point(
+    methods: bool, state: optuna.trial.TrialState, storage: Path
+) -> None:
+    """A process may be between two parameters, or have been killed there."""
+    study = studies.open_study(storage, "one", SPACE)
+    point = next(point for n in range(50) if SPACE.uses(point := SPACE.draw(Random(n)), "run0/servers"))
+    known = studies.distributions(SPACE)
+    names = [name for name in known if name == BUILDER or (methods and name.endswith("/method"))]
+    study.add_trial(
+        optuna.trial.create_trial(
+            state=state,
+            params={name: point[name] for name in names},
+            distributions={name: known[name] for name in names},
+        )
+    )
+    for _ in range(2):
+        studies.enqueue(study, SPACE, [point], "drawn")
+    assert len(study.trials) == 2
+
+
+def test_trials_with_other_parameters_are_no_point(storage: Path) -> None:
+    """A user may have enqueued parts of a point, or parameters of another space."""
+    study = studies.open_study(storage, "one", SPACE)
+    point = SPACE.draw(Random(1))
+    study.enqueue_trial({METHOD: point[METHOD]})
+    study.enqueue_trial({"other": 1})
+    studies.enqueue(study, SPACE, [point], "drawn")
+    assert len(study.trials) == 3
+
+
+def test_a_bucket_size_is_enqueued_once(storage: Path) -> None:
+    buckets: Any = BucketSpace(WORKLOAD, SPACE.cluster)
+    study = studies.open_study(storage, "one", buckets)
+    study.ask()  # a process that has not drawn its bucket size yet
+    buckets.suggest(trial := study.ask({}))
+    point = trial.params
+    studies.enqueue(study, buckets, [point], "drawn")
+    assert len(study.trials) == 2
+    for _ in range(2):
+        studies.enqueue(study, buckets, buckets.baselines(), attrs.BASELINE)
     assert len(study.trials) == 3
 
 
@@ -251,7 +296,7 @@ def test_a_study_of_an_earlier_release_goes_on(storage: Path) -> None:
     for point in points:
         study.add_trial(optuna.trial.create_trial(params=point, distributions=studies.distributions(SPACE), value=1.0))
     again = studies.open_study(storage, "one", SPACE)
-    studies.enqueue(again, points, "drawn")
+    studies.enqueue(again, SPACE, points, "drawn")
     assert len(again.trials) == 3
     measure(again, [[1.0]])
     assert studies.space_of(again).parameters == SPACE.parameters
@@ -401,7 +446,7 @@ def test_a_study_whose_maker_died_among_the_baselines_gets_the_rest(
 ) -> None:
     study = optuna.create_study(storage=storages.open_storage(storage), study_name="one")
     study.set_user_attr(studies.WORKLOAD, "{}")
-    studies.enqueue(study, SPACE.baselines()[:2], attrs.BASELINE)
+    studies.enqueue(study, SPACE, SPACE.baselines()[:2], attrs.BASELINE)
     monkeypatch.setattr(studies, "_DESCRIBE_TIMEOUT", 0.1)
     found = studies.open_study(storage, "one", SPACE, first=SPACE.baselines())
     assert [trial.system_attrs["fixed_params"] for trial in found.trials] == SPACE.baselines()

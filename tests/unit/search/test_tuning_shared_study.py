@@ -13,6 +13,7 @@ from lightning_autosync.plan.builders import build
 from lightning_autosync.search import storages, studies
 from lightning_autosync.search.trial_attributes import BASELINE, INTERRUPTED
 from lightning_autosync.search.tuning.opponents import Opponents, _store_reference
+from lightning_autosync.search.tuning.samplers import BucketSpace
 
 
 def test_a_trial_that_another_process_ends_first_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_a_storage_that_does_not_answer_is_one_error_of_ours(monkeypatch: pytest
         lambda: world.job.claim(study),
         lambda: _store_reference(study, plan),
         lambda: Opponents(world.job, session, session, study, None),
-        lambda: studies.enqueue(study, [], BASELINE),
+        lambda: studies.enqueue(study, BucketSpace(world.job.workload, world.job.cluster), [], BASELINE),
     ):
         with pytest.raises(storages.StorageError, match="does not answer: StorageInternalError: gone"):
             asking()
