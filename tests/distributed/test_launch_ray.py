@@ -192,7 +192,7 @@ def test_verbs_run_on_ray(verb: str, ray_cluster_of_two: str, tmp_path: Path) ->
     done = subprocess.run(command, env={**os.environ, **_paths()}, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["format"].startswith(f"autosync-{verb}")
+    assert result["format"].startswith({"bench": "autosync-bench", "tune": "autosync-tuning"}[verb])
 
 
 @pytest.mark.slow
