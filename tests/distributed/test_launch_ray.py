@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import worker_calls
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, MissingPackageError
 from lightning_autosync.measure.errors import LaunchError
-from lightning_autosync.measure.launches import ray_cluster
+from lightning_autosync.measure.launches import ray_cluster, relay
 from lightning_autosync.measure.launches.ray_cluster import RayLaunch, RayNode, connected, hosts_of
 from lightning_autosync.measure.launches.settings import RaySettings
 from lightning_autosync.measure.workers import WorkerError, WorkerPool
@@ -158,20 +160,58 @@ def test_workers_end_with_the_process_that_started_them(ray_cluster_of_two: str,
 
 @pytest.mark.slow
 def test_a_connection_without_the_key_gets_no_worker(ray_cluster_of_two: str) -> None:
-    with connected(None) as ray:
+    with connected(None) as ray, ExitStack() as opened:
         actor = ray.remote(ray_cluster.WorkerHost).options(runtime_env={"env_vars": _paths()}).remote()
         host, port = ray.get(actor.listen.remote("key"), timeout=60)
         started = actor.start.remote(["python", "-c", "print('hello')"], {})
         with socket.create_connection((host, port)) as stranger:
             stranger.sendall(b"yekt")
             assert stranger.recv(10) == b""
-        with socket.create_connection((host, port)) as talk, socket.create_connection((host, port)) as errors:
-            talk.sendall(b"keyt")
-            errors.sendall(b"keye")
-            with talk.makefile("rb") as lines:
-                assert lines.readline() == b"hello\n"
+        talk, errors, status = (opened.enter_context(socket.create_connection((host, port))) for _ in range(3))
+        talk.sendall(b"keyt")
+        errors.sendall(b"keye")
+        status.sendall(b"keys")
+        assert talk.makefile("rb").readline() == b"hello\n"
+        assert status.makefile("rb").read() == b"0"
         assert ray.get(started, timeout=30) > 0
         ray.kill(actor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "status", "message"),
+    [
+        ("exit(3)", 3, ""),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("nul \0", 1, "was not started: ValueError: embedded null byte"),
+    ],
+)
+def test_the_relay_ends_as_its_worker_does(ray_cluster_of_two: str, code: str, status: int, message: str) -> None:
+    with connected(None) as ray, closing(RayLaunch(ray, ClusterSpec.uniform(nodes=1))) as launch:
+        command, environment = launch.command(0, ["python", "-c", code], _paths())
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == status
+        assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_children_of_workers_end_with_the_pool(ray_cluster_of_two: str) -> None:
+    sleep = "import subprocess, sys; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); sys.stdin.read()"
+    with connected(None) as ray, closing(RayLaunch(ray, ClusterSpec.uniform(nodes=1))) as launch:
+        command, environment = launch.command(0, ["python", "-c", sleep], _paths())
+        with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as local:
+            assert local.stdout is not None
+            child = int(local.stdout.readline())
+            assert not ended([child])
+            local.kill()
+    wait_until(lambda: ended([child]))
+
+
+def test_a_relay_that_cannot_connect_says_where() -> None:
+    command = [sys.executable, relay.__file__, "127.0.0.1", "1"]
+    done = subprocess.run(command, env={relay.KEY: "key"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.fullmatch(r"launch=ray: no connection .* 127\.0\.0\.1:1: .*refused; allowed: .*\n", done.stderr)
 
 
 def _paths() -> dict[str, str]:

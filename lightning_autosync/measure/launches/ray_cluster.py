@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,17 @@ from lightning_autosync.measure.launches.launch import StartedCommand
 from lightning_autosync.ports import VARIABLE, with_free_port
 
 _PLACING = 60.0
-"""Seconds in which Ray must start an actor: its processes import Ray, beside whatever else the node does."""
-_GREETING = 10.0
+"""Seconds in which Ray must start an actor, and then its relay must connect: each imports packages under load."""
+_GREETING = 5.0
 """Seconds in which a connection must tell its key."""
+_ENDING = 5.0
+"""Seconds in which actors must end their workers before they are killed."""
 
 
 class WorkerHost:
-    """An actor: it starts one worker on its node, whose standard streams are two connections of a `relay`."""
+    """An actor: it starts one worker on its node, whose standard streams are connections of a `relay`."""
+
+    _watch: threading.Thread | None = None
 
     def listen(self, key: str) -> tuple[str, int]:
         """Open a port for the relay that knows the key; returns the address."""
@@ -42,34 +47,78 @@ class WorkerHost:
         return host, int(self._listener.getsockname()[1])
 
     def start(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Wait for the relay, and start the worker with this process's interpreter; returns the worker's process id."""
-        with ExitStack() as opened:
-            opened.enter_context(self._listener).settimeout(_PLACING)
-            streams: dict[bytes, socket.socket] = {}
-            while len(streams) < 2:
-                connection = opened.enter_context(self._listener.accept()[0])
-                if role := self._role(connection):
-                    streams[role] = connection
-                else:
-                    connection.close()
-            talk, errors = (streams[role].fileno() for role in (relay.TALK, relay.ERRORS))
-            environment = {**os.environ, **variables}
-            program = [sys.executable, *command[1:]]
-            worker = subprocess.Popen(program, env=environment, stdin=talk, stdout=talk, stderr=errors)
-        threading.Thread(target=worker.wait, daemon=True).start()  # reaps it
-        return worker.pid
+        """Wait for the relay, and start the worker with this process's interpreter; returns the worker's process id.
 
-    def _role(self, connection: socket.socket) -> bytes:
+        The relay is told why a worker did not start, or else how it ended.
+        """
+        with ExitStack() as opened:
+            streams = self._streams(opened)
+            talk, errors = (streams[role].fileno() for role in (relay.TALK, relay.ERRORS))
+            program = [sys.executable, *command[1:]]
+            environment = {**os.environ, **variables}
+            try:
+                self._worker = subprocess.Popen(
+                    program, env=environment, stdin=talk, stdout=talk, stderr=errors, start_new_session=True
+                )
+            except (OSError, ValueError) as error:
+                streams[relay.STATUS].sendall(f"{type(error).__name__}: {error}".encode())
+                raise
+            status = streams[relay.STATUS].dup()
+        self._watch = threading.Thread(target=_report, args=(self._worker, status), daemon=True)
+        self._watch.start()
+        return self._worker.pid
+
+    def end(self) -> None:
+        """Kill the worker with its children."""
+        if self._watch is not None and self._watch.is_alive():
+            _kill_group(self._worker.pid)
+            self._watch.join(_ENDING)
+
+    def _streams(self, opened: ExitStack) -> dict[bytes, socket.socket]:
+        """The relay's connections by role.
+
+        Raises:
+            TimeoutError: they did not come in time.
+        """
+        deadline = time.monotonic() + _PLACING
+        opened.enter_context(self._listener)
+        streams: dict[bytes, socket.socket] = {}
+        while {relay.TALK, relay.ERRORS, relay.STATUS} - set(streams):
+            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+            connection = opened.enter_context(self._listener.accept()[0])
+            if role := self._role(connection, min(deadline, time.monotonic() + _GREETING)):
+                relay.notice_loss(connection)
+                streams[role] = connection
+            else:
+                connection.close()
+        return streams
+
+    def _role(self, connection: socket.socket, deadline: float) -> bytes:
         """The role of a connection of the relay; empty for a connection without the key."""
-        connection.settimeout(_GREETING)
         told = b""
         try:
-            while len(told) < len(self._key) + 1 and (chunk := connection.recv(len(self._key) + 1 - len(told))):
+            while (missing := len(self._key) + 1 - len(told)) > 0:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                if not (chunk := connection.recv(missing)):
+                    return b""
                 told += chunk
         except OSError:
             return b""
         connection.settimeout(None)
         return told[-1:] if hmac.compare_digest(told[:-1], self._key) else b""
+
+
+def _report(worker: subprocess.Popen[bytes], status: socket.socket) -> None:
+    """Wait for the end of a worker, kill the children that it left behind, and send its exit status."""
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # its id stays reserved until `wait`
+    _kill_group(worker.pid)
+    with status, suppress(OSError):  # the relay has ended
+        status.sendall(str(worker.wait()).encode())
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -195,8 +244,11 @@ class RayLaunch:
 
     def close(self) -> None:
         """End all actors, and with them their workers."""
-        while self._actors:
-            self._ray.kill(self._actors.pop())
+        actors, self._actors = self._actors, []
+        if actors:  # a worker leaves no children behind if its actor kills it
+            self._ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=_ENDING)
+        for actor in actors:
+            self._ray.kill(actor)
 
     def _host(self, rank: int) -> RayNode:
         return self._hosts[self._cluster.rank_nodes[rank]]
