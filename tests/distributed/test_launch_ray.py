@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import worker_calls
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import DocumentError, MissingPackageError
+from lightning_autosync.errors import DocumentError, ExchangeError, MissingPackageError
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.launches import ray_cluster, relay
 from lightning_autosync.measure.launches.ray_cluster import RayLaunch, RayNode, connected, hosts_of
@@ -54,8 +54,52 @@ def test_a_node_that_ray_does_not_have_is_named() -> None:
         hosts_of(named("head", "small"), NODES, 1.0)
 
 
-def named(*names: str) -> ClusterSpec:
+def test_nodes_without_enough_cpus_are_skipped() -> None:
+    small = RayNode("0", "10.0.0.0", "head-only", 0.0)
+    assert hosts_of(ClusterSpec.uniform(nodes=2), [small, *NODES], 1.0) == NODES
+    with pytest.raises(LaunchError, match=r"has 3 ranks, but Ray has 4 CPUs on head; allowed: launch\.cpus up to 1$"):
+        hosts_of(ClusterSpec.uniform(nodes=2, devices=3), NODES, 2.0)
+
+
+def test_nodes_with_addresses_run_nowhere_else() -> None:
+    with pytest.raises(LaunchError, match=r"has node one at 10\.0\.0\.9, but Ray has head"):
+        hosts_of(named("one", addresses=["10.0.0.9"]), NODES, 1.0)
+    with pytest.raises(LaunchError, match=r"nodes head and other of .* are both Ray's node head \(10\.0\.0\.1\)"):
+        hosts_of(named("head", "other", addresses=["10.0.0.1", "10.0.0.1"]), NODES, 1.0)
+
+
+def test_cpus_are_those_that_ray_can_count() -> None:
+    assert RaySettings(kind="ray", cpus=0.5).cpus == 0.5
+    with pytest.raises((DocumentError, ValueError), match=r"got 1\.33; Ray allows fractions below 1, or whole numbers"):
+        RaySettings(kind="ray", cpus=1.33)
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "local", "10.0.0.1"])
+def test_other_addresses_are_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", exc_type=ImportError, reason="Ray is not installed")
+    with pytest.raises(LaunchError, match=rf"launch\.address: got '{address}'; allowed: HOST:PORT"), connected(address):
+        pass
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(LaunchError, match=rf"RAY_ADDRESS: got '{address}'; allowed: HOST:PORT"), connected(None):
+        pass
+
+
+@pytest.mark.slow
+def test_a_second_cluster_is_refused(ray_cluster_of_two: str) -> None:
+    with connected(None):
+        with connected(ray_cluster_of_two):
+            pass
+        with (
+            pytest.raises(LaunchError, match=r"got '192\.0\.2\.77:1', but .* connected to .*"),
+            connected("192.0.2.77:1"),
+        ):
+            pass
+
+
+def named(*names: str, addresses: Sequence[str] = ()) -> ClusterSpec:
     nodes = [{"name": name} for name in names]
+    for node, address in zip(nodes, addresses, strict=False):
+        node["address"] = address
     links = [{"a": name, "b": "switch"} for name in names]
     document = {"format": ClusterSpec.FORMAT, "name": "mine", "nodes": nodes, "switches": ["switch"], "links": links}
     return ClusterSpec.from_dict(document)
@@ -246,6 +290,16 @@ def test_a_cluster_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch)
         pass
 
 
+def test_causes_of_failures_are_one_line() -> None:
+    exceptions = pytest.importorskip("ray.exceptions", exc_type=ImportError, reason="Ray is not installed")
+    failed = exceptions.RayTaskError("listen", "Traceback ...\n", ExchangeError("no port is free from 1 to 2"))
+    assert ray_cluster._cause(failed) == "ExchangeError: no port is free from 1 to 2"
+    versions = "Version mismatch: The cluster was started with:\n    Ray: 2.59\n    Python: 3.11\n"
+    assert ray_cluster._cause(RuntimeError(versions)).endswith("was started with: Ray: 2.59 Python: 3.11")
+    died = "The actor died in its creation:\n  File 'x.py', line 1\nModuleNotFoundError: No module named 'x'\n"
+    assert ray_cluster._cause(RuntimeError(died)) == "ModuleNotFoundError: No module named 'x'"
+
+
 def test_the_launch_has_a_rank_for_each_device() -> None:
     class Ray:
         @staticmethod
@@ -254,6 +308,9 @@ def test_the_launch_has_a_rank_for_each_device() -> None:
             known = [dict(zip(names, (one.id, one.address, one.host), strict=True)) for one in NODES]
             return [{**one, "Alive": True, "Resources": {"CPU": 4.0}} for one in (known[1], known[0])]
 
+    assert [ray_cluster._order(one) for one in ("10.0.0.2", "10.0.0.10")] == sorted(
+        ray_cluster._order(one) for one in ("10.0.0.10", "10.0.0.2")
+    )
     launch = RayLaunch(Ray, ClusterSpec.uniform(nodes=2, devices=2))
     assert launch.world_size == 4
     assert launch.address == "10.0.0.1"
