@@ -319,8 +319,8 @@ def hosts_of(cluster: ClusterSpec, nodes: Sequence[RayNode], cpus: float) -> lis
     found = [known.get(node.address or node.name) or known.get(node.name) for node in cluster.nodes]
     where = f"Ray has {', '.join(f'{node.host} ({node.address})' for node in nodes)}"
     if any(found) or any(node.address for node in cluster.nodes):
-        for node, host in zip(cluster.nodes, found, strict=True):
-            if host is None:
+        for node, match in zip(cluster.nodes, found, strict=True):
+            if match is None:
                 place = f" at {node.address}" if node.address else ""
                 raise LaunchError(f"launch=ray: cluster '{cluster.name}' has node {node.name}{place}, but {where}")
         chosen = [host for host in found if host is not None]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 import sys
@@ -93,6 +92,8 @@ def _told(status: socket.socket, address: str) -> str | int | None:
     except ValueError:
         return f"launch=ray: the worker at {address} was not started: {text}"
     if code < 0:
+        import resource  # not on every system that imports this module
+
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
