@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import math
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +28,17 @@ from lightning_autosync.measure.launches.launch import StartedCommand
 from lightning_autosync.ports import VARIABLE, with_free_port
 
 _PLACING = 60.0
-"""Seconds in which Ray must start an actor: its processes import Ray, beside whatever else the node does."""
-_GREETING = 10.0
+"""Seconds in which Ray must start an actor, and then its relay must connect: each imports packages under load."""
+_GREETING = 5.0
 """Seconds in which a connection must tell its key."""
+_ENDING = 5.0
+"""Seconds in which actors must end their workers before they are killed."""
 
 
 class WorkerHost:
-    """An actor: it starts one worker on its node, whose standard streams are two connections of a `relay`."""
+    """An actor: it starts one worker on its node, whose standard streams are connections of a `relay`."""
+
+    _watch: threading.Thread | None = None
 
     def listen(self, key: str) -> tuple[str, int]:
         """Open a port for the relay that knows the key; returns the address."""
@@ -42,34 +50,78 @@ class WorkerHost:
         return host, int(self._listener.getsockname()[1])
 
     def start(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Wait for the relay, and start the worker with this process's interpreter; returns the worker's process id."""
-        with ExitStack() as opened:
-            opened.enter_context(self._listener).settimeout(_PLACING)
-            streams: dict[bytes, socket.socket] = {}
-            while len(streams) < 2:
-                connection = opened.enter_context(self._listener.accept()[0])
-                if role := self._role(connection):
-                    streams[role] = connection
-                else:
-                    connection.close()
-            talk, errors = (streams[role].fileno() for role in (relay.TALK, relay.ERRORS))
-            environment = {**os.environ, **variables}
-            program = [sys.executable, *command[1:]]
-            worker = subprocess.Popen(program, env=environment, stdin=talk, stdout=talk, stderr=errors)
-        threading.Thread(target=worker.wait, daemon=True).start()  # reaps it
-        return worker.pid
+        """Wait for the relay, and start the worker with this process's interpreter; returns the worker's process id.
 
-    def _role(self, connection: socket.socket) -> bytes:
+        The relay is told why a worker did not start, or else how it ended.
+        """
+        with ExitStack() as opened:
+            streams = self._streams(opened)
+            talk, errors = (streams[role].fileno() for role in (relay.TALK, relay.ERRORS))
+            program = [sys.executable, *command[1:]]
+            environment = {**os.environ, **variables}
+            try:
+                self._worker = subprocess.Popen(
+                    program, env=environment, stdin=talk, stdout=talk, stderr=errors, start_new_session=True
+                )
+            except (OSError, ValueError) as error:
+                streams[relay.STATUS].sendall(f"{type(error).__name__}: {error}".encode())
+                raise
+            status = streams[relay.STATUS].dup()
+        self._watch = threading.Thread(target=_report, args=(self._worker, status), daemon=True)
+        self._watch.start()
+        return self._worker.pid
+
+    def end(self) -> None:
+        """Kill the worker with its children."""
+        if self._watch is not None and self._watch.is_alive():
+            _kill_group(self._worker.pid)
+            self._watch.join(_ENDING)
+
+    def _streams(self, opened: ExitStack) -> dict[bytes, socket.socket]:
+        """The relay's connections by role.
+
+        Raises:
+            TimeoutError: they did not come in time.
+        """
+        deadline = time.monotonic() + _PLACING
+        opened.enter_context(self._listener)
+        streams: dict[bytes, socket.socket] = {}
+        while {relay.TALK, relay.ERRORS, relay.STATUS} - set(streams):
+            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+            connection = opened.enter_context(self._listener.accept()[0])
+            if role := self._role(connection, min(deadline, time.monotonic() + _GREETING)):
+                relay.notice_loss(connection)
+                streams[role] = connection
+            else:
+                connection.close()
+        return streams
+
+    def _role(self, connection: socket.socket, deadline: float) -> bytes:
         """The role of a connection of the relay; empty for a connection without the key."""
-        connection.settimeout(_GREETING)
         told = b""
         try:
-            while len(told) < len(self._key) + 1 and (chunk := connection.recv(len(self._key) + 1 - len(told))):
+            while (missing := len(self._key) + 1 - len(told)) > 0:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                if not (chunk := connection.recv(missing)):
+                    return b""
                 told += chunk
         except OSError:
             return b""
         connection.settimeout(None)
         return told[-1:] if hmac.compare_digest(told[:-1], self._key) else b""
+
+
+def _report(worker: subprocess.Popen[bytes], status: socket.socket) -> None:
+    """Wait for the end of a worker, kill the children that it left behind, and send its exit status."""
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # its id stays reserved until `wait`
+    _kill_group(worker.pid)
+    with status, suppress(OSError):  # the relay has ended
+        status.sendall(str(worker.wait()).encode())
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -99,23 +151,32 @@ def connected(address: str | None) -> Iterator[Any]:
 
     Raises:
         MissingPackageError: Ray is not installed.
-        LaunchError: no cluster answers at the address.
+        LaunchError: the address has another form, no cluster answers there, or this process is connected to another.
     """
     with needed_for("launch=ray"):
         import ray
     if ray.is_initialized():
+        used = ray.get_runtime_context().gcs_address
+        if address and not _same(address, used):
+            raise LaunchError(
+                f"launch=ray: launch.address: got '{address}', but this process is connected to {used}; allowed: that "
+                "address, or none"
+            )
         yield ray
         return
+    _check_address(address)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         if ":" in (known := address or os.environ.get("RAY_ADDRESS", "")):
             host, _, port = known.rpartition(":")
-            socket.create_connection((host, int(port)), _GREETING).close()  # Ray itself would try for minutes
+            socket.create_connection(
+                (host.strip("[]"), int(port)), _GREETING
+            ).close()  # Ray itself would try for minutes
         ray.init(address or "auto", log_to_driver=False, configure_logging=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise LaunchError(
             f"launch=ray: no Ray cluster answers at {address or os.environ.get('RAY_ADDRESS') or 'this machine'} "
-            f"({_first_line(error)}); start one by `ray start --head`, or give launch.address=HOST:6379"
+            f"({_cause(error)}); start one by `ray start --head`, or give launch.address=HOST:6379"
         ) from None
     try:
         if handler is not None and threading.current_thread() is threading.main_thread():
@@ -125,8 +186,31 @@ def connected(address: str | None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
+def _check_address(address: str | None) -> None:
+    known, where = (address, "launch.address") if address else (os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS")
+    if known and (address or known != "auto") and not re.fullmatch(r"([^\s:/]+|\[[\da-fA-F:.]+\]):\d+", known):
+        raise LaunchError(f"launch=ray: {where}: got '{known}'; allowed: HOST:PORT of the cluster, as in 10.0.0.1:6379")
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two addresses ``HOST:PORT`` are the same."""
+
+    def resolved(address: str) -> tuple[str, str]:
+        host, _, port = address.rpartition(":")
+        with suppress(OSError):
+            host = socket.gethostbyname(host)
+        return host, port
+
+    return resolved(one) == resolved(other)
+
+
+def _cause(error: Exception) -> str:
+    """The cause of an error of Ray, in one line: of an exception in an actor the last line of its traceback."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {cause}"
+    lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines() if line.strip()]
+    return " ".join(lines[-1:] if any(line.startswith("File ") for line in lines) else lines).rstrip(".")
 
 
 def live_nodes(ray: Any) -> list[RayNode]:
@@ -136,7 +220,16 @@ def live_nodes(ray: Any) -> list[RayNode]:
         for one in ray.nodes()
         if one["Alive"]
     ]
-    return sorted(found, key=lambda node: (node.address, node.id))
+    return sorted(found, key=lambda node: (*_order(node.address), node.id))
+
+
+def _order(address: str) -> tuple[int, int, str]:
+    """Sorts 10.0.0.2 before 10.0.0.10, and host names last."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return 7, 0, address
+    return known.version, int(known), ""
 
 
 class RayLaunch:
@@ -147,12 +240,12 @@ class RayLaunch:
 
     Args:
         ray: the module, connected to the cluster.
-        cluster: the cluster of the job. Its nodes run on Ray's nodes with the same addresses or host names; if Ray has
-            none of them, on Ray's nodes in the order of their addresses.
-        cpus: number of CPUs that Ray counts for each worker.
+        cluster: the cluster of the job. Its nodes run on Ray's nodes with the same addresses or host names; if they
+            have no addresses and Ray has none of their names, on Ray's nodes with enough CPUs, ordered by address.
+        cpus: number of CPUs that Ray counts for each worker, below 1 or whole.
 
     Raises:
-        LaunchError: Ray has too few nodes or CPUs.
+        LaunchError: Ray has too few nodes or CPUs, or one node for two of the cluster.
     """
 
     parting = 0.0
@@ -179,10 +272,14 @@ class RayLaunch:
         actor, node, key = self._unused.pop(rank), self._host(rank), secrets.token_hex(32)
         try:
             host, port = self._ray.get(actor.listen.remote(key), timeout=_PLACING)
+        except self._ray.exceptions.GetTimeoutError:
+            raise LaunchError(
+                f"launch=ray: no worker started on node {node.host} ({node.address}) within {_PLACING:g} s; see in "
+                f"`ray status` whether {self._cpus:g} CPUs are free there"
+            ) from None
         except self._ray.exceptions.RayError as error:
             raise LaunchError(
-                f"launch=ray: no worker started on node {node.host} ({node.address}) within {_PLACING:g} s: "
-                f"{_first_line(error)}; see in `ray status` whether {self._cpus:g} CPUs are free there"
+                f"launch=ray: no worker started on node {node.host} ({node.address}): {_cause(error)}"
             ) from None
         actor.start.remote(list(command), dict(variables))
         program = [sys.executable, str(Path(relay.__file__)), host, str(port)]
@@ -195,8 +292,11 @@ class RayLaunch:
 
     def close(self) -> None:
         """End all actors, and with them their workers."""
-        while self._actors:
-            self._ray.kill(self._actors.pop())
+        actors, self._actors = self._actors, []
+        if actors:  # a worker leaves no children behind if its actor kills it
+            self._ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=_ENDING)
+        for actor in actors:
+            self._ray.kill(actor)
 
     def _host(self, rank: int) -> RayNode:
         return self._hosts[self._cluster.rank_nodes[rank]]
@@ -218,19 +318,49 @@ def hosts_of(cluster: ClusterSpec, nodes: Sequence[RayNode], cpus: float) -> lis
     known = {node.host: node for node in nodes} | {node.address: node for node in nodes}
     found = [known.get(node.address or node.name) or known.get(node.name) for node in cluster.nodes]
     where = f"Ray has {', '.join(f'{node.host} ({node.address})' for node in nodes)}"
-    if any(found):
-        missing = [node.name for node, host in zip(cluster.nodes, found, strict=True) if host is None]
-        if missing:
-            raise LaunchError(f"launch=ray: cluster '{cluster.name}' has node {missing[0]}, but {where}")
+    if any(found) or any(node.address for node in cluster.nodes):
+        for node, match in zip(cluster.nodes, found, strict=True):
+            if match is None:
+                place = f" at {node.address}" if node.address else ""
+                raise LaunchError(f"launch=ray: cluster '{cluster.name}' has node {node.name}{place}, but {where}")
         chosen = [host for host in found if host is not None]
+        _refuse_shared(cluster, chosen)
     elif len(nodes) < len(cluster.nodes):
         raise LaunchError(f"launch=ray: cluster '{cluster.name}' has {len(cluster.nodes)} nodes, but {where}")
     else:
-        chosen = list(nodes[: len(cluster.nodes)])
+        chosen = _with_enough_cpus(cluster, nodes, cpus)
     for node, host in zip(cluster.nodes, chosen, strict=True):
         if node.devices * cpus > host.cpus:
             raise LaunchError(
                 f"launch=ray: node {node.name} has {node.devices} ranks, but Ray has {host.cpus:g} CPUs on {host.host}"
-                f"; allowed: launch.cpus up to {host.cpus / node.devices:g}"
+                f"; allowed: {_allowed_cpus(host.cpus / node.devices)}"
             )
     return chosen
+
+
+def _refuse_shared(cluster: ClusterSpec, chosen: Sequence[RayNode]) -> None:
+    names: dict[str, str] = {}
+    for node, host in zip(cluster.nodes, chosen, strict=True):
+        other = names.setdefault(host.id, node.name)
+        if other != node.name:
+            raise LaunchError(
+                f"launch=ray: nodes {other} and {node.name} of cluster '{cluster.name}' are both Ray's node "
+                f"{host.host} ({host.address}); allowed: a node of Ray for each, or one node with all their devices"
+            )
+
+
+def _with_enough_cpus(cluster: ClusterSpec, nodes: Sequence[RayNode], cpus: float) -> list[RayNode]:
+    """The first of Ray's nodes with enough CPUs for each node, or the largest left; nodes with most devices choose."""
+    free = list(nodes)
+    chosen: dict[int, RayNode] = {}
+    for place in sorted(range(len(cluster.nodes)), key=lambda place: -cluster.nodes[place].devices):
+        needed = cluster.nodes[place].devices * cpus
+        chosen[place] = next((node for node in free if node.cpus >= needed), max(free, key=lambda node: node.cpus))
+        free.remove(chosen[place])
+    return [chosen[place] for place in range(len(cluster.nodes))]
+
+
+def _allowed_cpus(most: float) -> str:
+    """The values of ``launch.cpus`` up to a number: Ray counts ten-thousandths below 1, and whole CPUs above."""
+    most = math.floor(most) if most >= 1 else math.floor(most * 10_000) / 10_000
+    return f"launch.cpus up to {most:g}" if most else "a node to which Ray gives CPUs (`ray start --num-cpus=N`)"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PositiveFloat, Tag, field_validator
+from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, Tag, field_validator
 
 from lightning_autosync.cluster import ClusterSpec, Rate
 from lightning_autosync.documents import Configuration, Record
@@ -17,6 +17,8 @@ from lightning_autosync.measure.launches.allocation import SlurmLaunch, open_all
 from lightning_autosync.measure.launches.launch import SSH, Launch, LocalLaunch, SshLaunch
 from lightning_autosync.measure.launches.ray_cluster import RayLaunch, connected
 from lightning_autosync.ports import PortRange, listening_within, read_port_range
+
+_Ports = Annotated[PortRange | None, AfterValidator(read_port_range)]
 
 
 class LaunchSettings(Record):
@@ -35,12 +37,7 @@ class LaunchSettings(Record):
     python: str | None = None
     directory: str | None = None
     interface: str | None = None
-    port_range: PortRange | None = None
-
-    @field_validator("port_range")
-    @classmethod
-    def _check_ports(cls, ports: PortRange | None) -> PortRange | None:
-        return read_port_range(ports)
+    port_range: _Ports = None
 
     @contextmanager
     def open(self, cluster: ClusterSpec | None) -> Iterator[Launch]:
@@ -112,19 +109,32 @@ class RaySettings(Record):
 
     Attributes:
         address: ``HOST:PORT`` of the cluster; None: ``RAY_ADDRESS``, or the cluster with a node on this machine.
-        cpus: number of CPUs that Ray counts for each rank.
+        cpus: number of CPUs that Ray counts for each rank, below 1 or whole.
+        port_range: as in `LaunchSettings`, also for the port to which this machine connects.
     """
 
     kind: Literal["ray"]
     address: str | None = None
     cpus: PositiveFloat = 1.0
+    port_range: _Ports = None
+
+    @field_validator("cpus")
+    @classmethod
+    def _check_cpus(cls, cpus: float) -> float:
+        if cpus > 1 and cpus % 1:
+            raise ValueError(f"got {cpus:g}; Ray allows fractions below 1, or whole numbers")
+        return cpus
 
     @contextmanager
     def open(self, cluster: ClusterSpec | None) -> Iterator[Launch]:
         """The launch, open while the block runs; see `LaunchSettings.open`."""
         if cluster is None:
             raise DocumentError(needs_cluster(self.kind))
-        with connected(self.address) as ray, closing(RayLaunch(ray, cluster, self.cpus)) as launch:
+        with (
+            listening_within(self.port_range),
+            connected(self.address) as ray,
+            closing(RayLaunch(ray, cluster, self.cpus)) as launch,
+        ):
             yield launch
 
 
