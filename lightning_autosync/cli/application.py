@@ -35,7 +35,7 @@ VERBS = {
 FULL_ERROR = "HYDRA_FULL_ERROR"
 TORCHRUN = "hydra/launcher=autosync_torchrun"
 """The launcher that starts this command again in each rank, for which it needs the command line."""
-_PATIENCE = 10.0
+_LAUNCHER_TIMEOUT = 10.0
 """Seconds for which a rank waits to be ended, since the first rank of its host has the same error."""
 
 
@@ -85,7 +85,7 @@ def _exit_with(verb: str, error: AutoSyncError | OSError) -> NoReturn:
     rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     if isinstance(error, DocumentError) and rank != "0":
         try:
-            time.sleep(_PATIENCE)
+            time.sleep(_LAUNCHER_TIMEOUT)
         except KeyboardInterrupt:
             _exit_interrupted(verb)
     sys.exit(f"autosync {verb}: {_one_line(error)}")

@@ -53,7 +53,7 @@ def main(host: str, port: int) -> str | int | None:
         copy.start()
     _copy(talk, 1)
     copies[1].join(1.0)
-    return _told(status, f"{host}:{port}")
+    return _outcome(status, f"{host}:{port}")
 
 
 def _connection(address: tuple[str, int], greeting: bytes) -> socket.socket:
@@ -72,14 +72,14 @@ def _copy_orders(talk: socket.socket) -> None:
 
 
 def _copy(source: socket.socket, target: int) -> None:
-    with suppress(OSError):  # the worker was killed, or its host vanished; `_told` says so
+    with suppress(OSError):  # the worker was killed, or its host vanished; `_outcome` says so
         while chunk := source.recv(_CHUNK):
             rest = memoryview(chunk)
             while rest:
                 rest = rest[os.write(target, rest) :]
 
 
-def _told(status: socket.socket, address: str) -> str | int | None:
+def _outcome(status: socket.socket, address: str) -> str | int | None:
     """What `main` returns for an exit status, or for the text of an error that kept the worker from starting."""
     status.settimeout(_ENDING)
     text = ""

@@ -95,7 +95,7 @@ def test_loaders_in_a_loader_are_several() -> None:
 
 def test_a_batch_counts_that_is_as_large_as_others_and_not_the_first_one() -> None:
     shares = AutoShares(0, 3, torch.device("cpu"))
-    for total in (2, 6, 6, 4, 6):  # the first one has fewer samples than there are ranks
+    for total in (2, 6, 6, 4, 6):  # the first batch has fewer samples than there are ranks
         sampler: Any = SimpleNamespace(take=lambda total=total: Cut(total // 3, total, 3))
         shares.begin_batch(None, sampler)
         shares.end_backward()
