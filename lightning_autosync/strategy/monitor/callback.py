@@ -30,7 +30,7 @@ class MonitorMixin:
     - ``autosync/overlap``: share of the time of communication in which the rank did not wait (median), because it was
       hidden behind computation.
     - ``autosync/share_of_bound``: least possible step time of any exact plan on these links with this computation,
-      divided by the step time. Left out if the rates of links are unknown, or the plan is not exact.
+      divided by the step time. Left out on one node, if the rates of links are unknown, or if the plan is not exact.
     - ``autosync/plan_changes``: number of times that the job has taken another plan.
     - ``autosync/overlapped_steps``: with ``overlap="step"``, share of the steps whose backward pass ended without a
       wait.

@@ -36,8 +36,9 @@ class StepFigures:
             bytes handed to the kernel.
         overlap: share of the time with a message under way in which the rank did not wait; None if no message was.
         share_of_bound: least step time of any exact plan on these links with this rank's computation, divided by the
-            step time; None if rates are unknown, the plan is not exact, or messages carry touched rows only. Where most
-            steps overlapped, the least time is that of a step that overlaps.
+            step time; None on one node, where no link limits a step, if rates are unknown, if the plan is not exact, or
+            if messages carry touched rows only. Where most steps overlapped, the least time is that of a step that
+            overlaps.
         plan_changes: number of times that the job has taken another plan so far.
         overlapped_steps: share of the steps whose backward pass ended without a wait; None without ``overlap="step"``.
         batch_share: share of a global batch that this rank computes; None without batch shares.
@@ -159,7 +160,9 @@ class StepMeter:
     def _least_step(self, steps: Sequence[_Step], found: Resolution, constants: Constants) -> float | None:
         """Least seconds of a step under any exact plan; None if that is unknown."""
         by_rows = found.schedule is None or any(message.rows for message in found.schedule.messages)
-        if not found.cluster.measured or found.plan.semantics != "exact" or by_rows:
+        # On one node the rate is the default of `local_bandwidth`, and the bound is all but the computation alone.
+        linked = len(found.cluster.nodes) > 1 and found.cluster.measured
+        if not linked or found.plan.semantics != "exact" or by_rows:
             return None
         overlapped = statistics.fmean(step.overlapped for step in steps) > 0.5
         forward = 0.0 if overlapped else statistics.median(step.forward for step in steps)

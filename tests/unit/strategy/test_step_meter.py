@@ -140,6 +140,12 @@ def test_share_of_bound_is_unknown_without_rates() -> None:
     assert figures(trace(), found=resolution(unknown)).share_of_bound is None
 
 
+def test_share_of_bound_is_left_out_on_one_node_where_no_link_limits_a_step() -> None:
+    alone = ClusterSpec.uniform(1, devices=2, bandwidth="1 Gbit/s")
+    assert alone.measured
+    assert "share_of_bound" not in figures(trace(), found=resolution(alone)).metrics()
+
+
 def overlapped(*waits: tuple[float, float], end: float = 1.0) -> StepTrace:
     """A step whose message leaves at 0.3, at the end of the backward pass, and comes at 0.7, in the next forward."""
     return StepTrace(0.1, 0.3, 0.7, end, (0.2,), (0.3,), (0.7,), waits=waits, overlapped=True)
