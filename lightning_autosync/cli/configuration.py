@@ -96,7 +96,8 @@ def check_options(verb: str, arguments: Sequence[str]) -> None:
     """Check the options, the words that begin with dashes. Hydra's own error would be its usage.
 
     Raises:
-        DocumentError: an option does not exist or lacks its value; the message names the nearest option or key.
+        DocumentError: an option does not exist or lacks its value; the message names the nearest option or key, or the
+            commands that list them.
     """
     from hydra._internal.utils import get_args_parser
 
@@ -115,7 +116,10 @@ def check_options(verb: str, arguments: Sequence[str]) -> None:
         meant |= {option.lstrip("-"): option for option in options}
         if near := get_close_matches(name, meant, 1):
             raise DocumentError(f"'{word}': no such option; did you mean {meant[near[0]]}?")
-        raise DocumentError(f"'{word}': no such option; allowed: key=value, {', '.join(options)}")
+        raise DocumentError(
+            f"'{word}': no such option; give key=value: 'autosync {verb} --help' lists the keys, and "
+            f"'autosync {verb} --hydra-help' the options"
+        )
 
 
 def _keys_of(verb: str) -> list[str]:
@@ -257,6 +261,10 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
     if not place and key in own:
         # Hydra takes KEY=VALUE for an option of a group if any verb has such a group.
         return f"{key}: takes no options for {verb}, but keys and values; set one by +{key}.KEY=VALUE"
+    if place.partition(".")[0] == "hydra":  # dozens of keys, which are not this package's
+        near = get_close_matches(under.rpartition(".")[2], own, 1)
+        hint = f"did you mean {place}.{near[0]}? " if near else ""
+        return f"{key}: unknown key; {hint}'autosync {verb} --cfg hydra' lists the keys of Hydra"
     names = sorted({*own, *([] if place else [name for name in groups if _has_group(verb, name)])})
     add = f"; to add one, write +{key}=..." if place == "contenders" else ""
     return f"{key}: unknown key; allowed{f' in {place}' if place else ''}: {', '.join(names)}{add}"
