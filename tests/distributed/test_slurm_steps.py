@@ -1,27 +1,55 @@
-"""Workers that srun starts, on a real SLURM that this machine can reach; skipped elsewhere."""
+"""Verbs and trainings on a real SLURM: one that this machine reaches, or one that the tests start on it as root."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import worker_calls
+from slurm_here import running_slurm, why_not
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.launches.settings import SlurmSettings
 from lightning_autosync.measure.workers import WorkerError, WorkerPool
+from lightning_autosync.training.settings import TrainingResult
 
 HERE = Path(__file__).parent
 PARAMETERS = {"slurm_overcommit": True}  # two ranks fit where there is one core
 SMALL = ["model=flat", "model.mib=1", "ddp=short", "rounds=2", "warm_up=1"]
+SHORT = ["model.channels=2", "trainer.max_epochs=1", "+trainer.limit_train_batches=3", "trainer.accelerator=cpu"]
 AUTOSYNC = [sys.executable, "-m", "lightning_autosync.cli"]
+
+
+TRAINING = """
+import json, sys
+import lightning as L
+import lightning_autosync
+from lightning_autosync.training.digits import Digits, DigitsClassifier
+
+L.seed_everything(0)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = L.Trainer(
+    strategy="autosync", accelerator="cpu", num_nodes=int(sys.argv[1]), devices=int(sys.argv[2]), max_steps=4,
+    limit_val_batches=0, **quiet,
+)
+model = DigitsClassifier(channels=2)
+trainer.fit(model, datamodule=Digits())
+found = {
+    "world": trainer.world_size, "steps": trainer.global_step, "node": trainer.node_rank,
+    "weights": [value.double().sum().item() for value in model.parameters()],
+    "plan": trainer.strategy.plan.fingerprint,
+}
+with open(f"{sys.argv[3]}/{trainer.global_rank}.json", "w") as file:
+    json.dump(found, file)
+"""
 
 
 def _slurm_answers() -> bool:
@@ -33,13 +61,27 @@ def _slurm_answers() -> bool:
         return False
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _slurm_answers(), reason="no SLURM answers here")]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """The configuration of a SLURM that these tests start, None if one answers already."""
+    if _slurm_answers():
+        yield None
+    elif reason := why_not():
+        pytest.skip(f"no SLURM answers here, and none can be started: {reason}")
+    else:
+        with running_slurm(tmp_path_factory.mktemp("slurm")) as configuration:
+            yield configuration
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment(slurm: Path | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    if slurm is not None:
+        monkeypatch.setenv("SLURM_CONF", str(slurm))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     yield
@@ -73,23 +115,61 @@ def test_a_pool_on_nodes_that_are_requested() -> None:
         wait_until(lambda: not running(pids))  # while the job still runs
 
 
-def batch(folder: Path, *words: str) -> Path:
+def batch(folder: Path, command: Sequence[str], nodes: int = 1, tasks: int = 2) -> None:
+    """Run a command in a batch job, and wait for it."""
+    options = ["--wait", f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "--overcommit", f"--output={folder}/log"]
+    done = subprocess.run(
+        ["sbatch", *options, f"--wrap={shlex.join(command)}"], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr + (folder / "log").read_text()
+
+
+def verb(folder: Path, *words: str) -> Path:
     """Run a verb in a batch job of two tasks; returns its directory."""
     directory = folder / "run"
-    command = " ".join([*AUTOSYNC, *words, "launch=slurm", f"hydra.run.dir={directory}"])
-    options = ["--wait", "--nodes=1", "--ntasks-per-node=2", "--overcommit", f"--output={folder}/log"]
-    done = subprocess.run(["sbatch", *options, f"--wrap={command}"], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr + (folder / "log").read_text()
+    batch(folder, [*AUTOSYNC, *words, "launch=slurm", f"hydra.run.dir={directory}"])
     return directory
 
 
+def test_a_script_trains_under_srun(slurm: Path | None, tmp_path: Path) -> None:
+    """On two nodes where the tests started this SLURM, whose nodes have one machine's memory."""
+    nodes, tasks = (1, 2) if slurm is None else (2, 1)
+    (tmp_path / "train.py").write_text(TRAINING)
+    batch(
+        tmp_path,
+        ["srun", sys.executable, f"{tmp_path}/train.py", str(nodes), str(tasks), str(tmp_path)],
+        nodes=nodes,
+        tasks=tasks,
+    )
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first["weights"] == second["weights"]
+    assert (first["world"], first["steps"]) == (2, 4)
+    assert second["node"] == nodes - 1
+    assert first["plan"] == second["plan"]
+    assert f"plan {first['plan']}" in (tmp_path / "log").read_text()
+
+
+def test_a_training_as_tasks_of_srun(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    batch(tmp_path, ["srun", *AUTOSYNC, "train", "launch=slurm", *SHORT, f"hydra.run.dir={directory}"])
+    assert TrainingResult.read(directory).world_size == 2
+
+
+def test_a_training_that_the_verb_submits(tmp_path: Path) -> None:
+    overcommit = "+launch.parameters.slurm_additional_parameters={overcommit:true}"
+    words = ["train", "launch=slurm", overcommit, "ranks=2", *SHORT, f"hydra.run.dir={tmp_path}/run"]
+    done = subprocess.run([*AUTOSYNC, *words], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert TrainingResult.read(tmp_path / "run").world_size == 2
+
+
 def test_a_probe_in_a_batch_job(tmp_path: Path) -> None:
-    directory = batch(tmp_path, "probe", "constants=false")
+    directory = verb(tmp_path, "probe", "constants=false")
     assert ClusterSpec.load(directory / "cluster.yaml").world_size == 2
 
 
 def test_a_bench_in_a_batch_job(tmp_path: Path) -> None:
-    directory = batch(tmp_path, "bench", *SMALL, "ranks=2", "contenders=native", "steps=2")
+    directory = verb(tmp_path, "bench", *SMALL, "ranks=2", "contenders=native", "steps=2")
     result = json.loads((directory / "result.json").read_text())
     assert len(result["conditions"]["machines"]) == 1
 
