@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
@@ -31,6 +31,7 @@ from lightning_autosync.strategy.base import SynchronizedModule
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.first_batch import FirstBatch
 from lightning_autosync.strategy.hybrid_choice import Choice, choose_hybrid_plan, common_choice
+from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.mixin import AutoSyncMixin
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import StepOverlap, defer_steps
 from lightning_autosync.engine.due_parameter import due_of
+from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.replica_comparison import CALM
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload.description import COMPILED

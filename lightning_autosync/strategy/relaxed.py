@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from lightning_autosync.strategy.job import (
     rejoin_enabled,
     withdraw_job,
 )
+from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.process_group import JobMembers, refused_collectives
 from lightning_autosync.strategy.relaxed_meter import RelaxedMeter
 from lightning_autosync.strategy.resolution import resolve_together

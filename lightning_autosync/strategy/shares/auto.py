@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import accumulation
+from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, PresentBatch
 from lightning_autosync.strategy.shares.cuts import Shares, check_length, divide
 from lightning_autosync.strategy.shares.decision import FIRST_PASSES, Balancer, Pass

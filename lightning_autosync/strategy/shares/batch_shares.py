@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import PlanError
+from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT, Cut, Shares, divide, divide_batch
 from lightning_autosync.strategy.shares.losses import check_loss, loss_weight_of
 from lightning_autosync.strategy.shares.memory import PartialSteps

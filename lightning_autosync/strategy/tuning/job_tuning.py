@@ -7,7 +7,6 @@ from collections.abc import Callable, Container
 from dataclasses import replace
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_autosync.documents import counted
@@ -17,6 +16,7 @@ from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import Schedule, compile_plan
 from lightning_autosync.replay import Constants
+from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.resolution import Resolution, fall_back, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.drift import DriftWatch

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
@@ -17,6 +16,7 @@ from lightning_autosync.engine.tracing import Recorder, StepTrace
 from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.memory import StepTime
+from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.tuning.drift import WINDOW, DriftWatch, median_times
 from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, OwnTimes, PassTimes
 from lightning_autosync.strategy.tuning.prices import PlanPrices
