@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from difflib import get_close_matches
@@ -171,6 +171,22 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         ValueError: an argument has a value that is not allowed, or no effect under this plan.
         DocumentError: a plan or cluster is wrong.
     """
+    launch = _read_launch(arguments)
+    settings = _read_values(arguments, launch["timeout"] or DEFAULT_TIMEOUT)
+    try:
+        settings = _read_files(settings, arguments["plan"], arguments["cluster"])
+    except DocumentError as error:
+        if not _is_launched():
+            raise
+        return replace(settings, error=error), launch
+    _check_combination(settings, {name for name, value in arguments.items() if value is not None})
+    if settings.plan is not None and arguments.get("tuning") not in (None, "auto", "off"):
+        raise ValueError("tuning: it has no effect with a plan; remove one of the two arguments")
+    return replace(settings, bucket_bytes=_bucket_bytes(arguments["bucket_cap_mb"], settings.plan)), launch
+
+
+def _read_launch(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for Lightning's DDPStrategy; arguments that it takes and this strategy does not are refused."""
     if refused := [name for name in _REFUSED if arguments.get(name) is not None]:
         raise ValueError(
             f"{', '.join(refused)}: not supported, because there is no DistributedDataParallel; to compress "
@@ -179,28 +195,27 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     launch = {name: arguments[name] for name in _LAUNCH if name in arguments}
     if not isinstance(launch["timeout"], timedelta | None):
         launch["timeout"] = timedelta(seconds=read_seconds("timeout", launch["timeout"]))
-    semantics, scheduling = arguments["semantics"], arguments["scheduling"]
-    if semantics not in SEMANTICS:
-        raise ValueError(f"semantics: {semantics!r} is not one of {', '.join(SEMANTICS)}")
-    if scheduling not in (None, "batch"):
-        raise ValueError(f"scheduling: {scheduling!r} is not known; allowed: 'batch' or None")
-    overlap = arguments.get("overlap")
-    if overlap not in (None, "step"):
-        raise ValueError(f"overlap: {overlap!r} is not known; allowed: 'step' or None")
+    return launch
+
+
+def _read_values(arguments: Mapping[str, Any], timeout: timedelta) -> StrategySettings:
+    """The settings without those that come from files or depend on the plan."""
+    follows, later = arguments["broadcast_buffers"] is not False, arguments["forward_sync_buffers"]
+    stall, overlap = arguments.get("stall"), arguments.get("overlap")
+    _check_choice("semantics", arguments["semantics"], SEMANTICS)
+    _check_choice("scheduling", arguments["scheduling"], ("batch", None))
+    _check_choice("overlap", overlap, ("step", None))
     if arguments.get("overlap_debug") and overlap is None:
         raise ValueError("overlap_debug: it has no effect without overlap='step'")
-    follows = arguments["broadcast_buffers"] is not False
-    later = arguments["forward_sync_buffers"]
-    stall = arguments.get("stall")
-    settings = StrategySettings(
-        semantics=semantics,
-        scheduling=scheduling,
+    return StrategySettings(
+        semantics=arguments["semantics"],
+        scheduling=arguments["scheduling"],
         initial_buffers=follows or later is not None,
         broadcast_buffers=follows if later is None else bool(later),
         gradient_as_bucket_view=bool(arguments["gradient_as_bucket_view"]),
         static_graph=bool(arguments["static_graph"]),
         check_replicas=_read_passes(arguments["check_replicas"]),
-        timeout=(launch["timeout"] or DEFAULT_TIMEOUT).total_seconds(),
+        timeout=timeout.total_seconds(),
         heartbeat=read_heartbeat(arguments.get("heartbeat")),
         stall=STALL if stall is None else read_seconds("stall", stall),
         overlap=overlap,
@@ -209,31 +224,32 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         batch_shares=read_shares(arguments.get("batch_shares")),
         port_range=read_port_range(arguments.get("port_range")),
     )
-    try:
-        found, source = _read_plan(arguments["plan"])
-        if isinstance(found, SyncPlan):
-            check_semantics(found.semantics, semantics, source)
-        elif found in builders.relaxed_names():
-            check_semantics("relaxed", semantics, source)
-        where = None if arguments["cluster"] in (None, "auto") else resolve_cluster(arguments["cluster"])
-    except DocumentError as error:
-        if not _is_launched():
-            raise
-        return replace(settings, error=error), launch
-    if found is not None and arguments.get("tuning") not in (None, "auto", "off"):
-        raise ValueError("tuning: it has no effect with a plan; remove one of the two arguments")
-    size = _bucket_bytes(arguments["bucket_cap_mb"], found)
-    settings = replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size)
-    _check_combination(settings, [name for name in _RELAXED_ONLY if arguments.get(name) is not None])
-    return settings, launch
 
 
-def _check_combination(settings: StrategySettings, relaxed_only: list[str]) -> None:
+def _check_choice(name: str, value: Any, allowed: Sequence[str | None]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: {value!r} is not known; allowed: {' or '.join(map(repr, allowed))}")
+
+
+def _read_files(
+    settings: StrategySettings, plan: PlanArgument | PlanOfFile, cluster: ClusterArgument
+) -> StrategySettings:
+    """The settings with the plan and the cluster, which files may hold; a builder stays a name."""
+    found, source = _read_plan(plan)
+    if isinstance(found, SyncPlan):
+        check_semantics(found.semantics, settings.semantics, source)
+    elif found in builders.relaxed_names():
+        check_semantics("relaxed", settings.semantics, source)
+    where = None if cluster in (None, "auto") else resolve_cluster(cluster)
+    return replace(settings, plan=found, source=source, cluster=where)
+
+
+def _check_combination(settings: StrategySettings, given: Collection[str]) -> None:
     """Refuse arguments that exclude each other, or that have no effect under the plan.
 
     Args:
         settings: the settings with the plan.
-        relaxed_only: names of the given arguments that only relaxed plans and plans with ``served`` use.
+        given: names of the arguments that are not None.
 
     Raises:
         ValueError: there is such an argument.
@@ -253,9 +269,10 @@ def _check_combination(settings: StrategySettings, relaxed_only: list[str]) -> N
             "overlap: not allowed with batch_shares='auto', which measures each rank's time up to the wait at the end "
             "of backward; with overlap, give batch_shares one number for each rank"
         )
-    if settings.scheduled and relaxed_only:
+    relaxed_only = next((name for name in _RELAXED_ONLY if name in given), None)
+    if settings.scheduled and relaxed_only is not None:
         raise ValueError(
-            f"{relaxed_only[0]}: it has no effect, because ranks make all steps of this plan together; allowed with "
+            f"{relaxed_only}: it has no effect, because ranks make all steps of this plan together; allowed with "
             "relaxed plans and with plans whose servers make the steps (`served`)"
         )
 
