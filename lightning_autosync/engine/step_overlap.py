@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from threading import RLock
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -59,11 +59,15 @@ class StepOverlap:
         check_reads: whether to find readers of memory whose step is due; see `StaleReads`.
         on_wait: called with each function (its name, file and line) that reads gradients before a step, once, and with
             ten functions at most.
+
+    Attributes:
+        waiting: makes the context in which a reader waits for sums and makes the optimizer's step.
     """
 
     def __init__(
         self, module: nn.Module, check_reads: bool = False, on_wait: Callable[[str], None] | None = None
     ) -> None:
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._lock = RLock()
         self._open: dict[int, list[nn.Parameter]] = {}
         self._engine: Engine | None = None
@@ -121,6 +125,7 @@ class StepOverlap:
             with ExitStack() as contexts:
                 if torch._C._functorch.peek_interpreter_stack() is not None:  # a function that torch.func transforms
                     contexts.enter_context(temporarily_clear_interpreter_stack())
+                contexts.enter_context(self.waiting())
                 contexts.enter_context(torch.inference_mode(False))
                 contexts.enter_context(torch.no_grad())
                 contexts.enter_context(torch._C.DisableTorchFunctionSubclass())

@@ -149,6 +149,7 @@ def _rules(settings: StrategySettings) -> dict[str, str]:
         "static_graph": str(settings.static_graph),
         "overlap": str(settings.overlap),
         "batch_shares": "none" if settings.batch_shares is None else str(settings.batch_shares),
+        "micro_batch": str(settings.micro_batch),
         "plan": "given" if settings.plan is not None else "none",
         "cluster": "none" if settings.cluster is None else settings.cluster.fingerprint,
         "tuning": "off" if settings.tuning is None else str(replace(settings.tuning, cache=None)),

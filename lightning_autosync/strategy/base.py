@@ -202,11 +202,15 @@ class SynchronizedModule(nn.Module):
         self.replica = replica
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.prepare_forward()
+        return self.module(*args, **kwargs)
+
+    def prepare_forward(self) -> None:
+        """Do what comes before each forward pass; collective where ranks exchange buffers."""
         # Compiled code reads parameters without asking their class. Evaluation has faster paths for plain parameters.
         if torch.compiler.is_compiling() or not self.module.training or not torch.is_grad_enabled():
             self._settle()
         self._before_forward()
-        return self.module(*args, **kwargs)
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -94,6 +94,9 @@ class ExactReplica(Replica):
     def share(self, shares: BatchShares) -> None:
         """Multiply this rank's gradients by the weight of each batch; call it before the first pass."""
         self._shares, self.scale = shares, GradientScale(lambda: shares.weight)
+        if self._overlap is not None:
+            shares.overlap(self._settings.timeout)
+            self._overlap.waiting = shares.waiting
         shares.needs_batches = shares.needs_batches or loss_weight_of(self._module) is not None
         self._follow_gradients()
 
@@ -298,8 +301,8 @@ class ExactReplica(Replica):
             self._plan_anew()
 
     def _end_backward(self) -> None:
-        if self._shares is not None:
-            self._shares.end_backward()
+        if self._shares is not None and self._engine is not None:
+            self._shares.end_backward(self._engine.waits == "parameters" and not self._engine.changed)
 
     def _begin_pass(self) -> None:
         """Compare parameters at the first gradient of a pass, where no `backward` did so before the pass.
@@ -415,7 +418,8 @@ class ExactReplica(Replica):
         """Choose when the coming pass waits, alike on all ranks: at its end if collective calls may follow it."""
         if self._overlap is None:
             return
-        reasons = self._parameters.active, self._tuning.trying, self._weights.is_due
+        follows = self._shares is not None and self._shares.waits_at_end
+        reasons = self._parameters.active, self._tuning.trying, self._weights.is_due, follows
         engine.waits = "backward" if any(reasons) else "parameters"
         self._waits.tell(*reasons)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -37,8 +37,10 @@ from lightning_autosync.strategy.settings import (
     read_settings,
 )
 from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
-from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, is_distributed, is_global
+from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, is_global
 from lightning_autosync.strategy.shares.cuts import SharesArgument
+from lightning_autosync.strategy.shares.losses import loss_weight_of
+from lightning_autosync.strategy.shares.sampler import is_distributed
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
 
@@ -88,6 +90,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         *,
         tuning: TuningArgument = "auto",
         batch_shares: SharesArgument = None,
+        micro_batch: int | None = None,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         forward_sync_buffers: bool | None = None,
@@ -128,7 +131,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
             line = compare_ranks(self._settings)
-        self._shares = open_shares(self._settings.batch_shares, self.global_rank, self.world_size, self.root_device)
+        self._shares = open_shares(self._settings, self.global_rank, self.world_size, self.root_device)
         if line is not None:
             # Fabric has no hook for the end of a script.
             self._farewell = weakref.finalize(self, line.close)
@@ -162,6 +165,39 @@ class AutoSyncFabricStrategy(DDPStrategy):
         if self._settings.overlap is not None:
             defer_steps_of([optimizer])
         return optimizer
+
+    def micro_batches(self, batch: Any) -> Iterator[Any]:
+        """The parts of the loader's last batch that this rank computes one after another, with ``micro_batch``::
+
+            for batch in loader:
+                for part in fabric.strategy.micro_batches(batch):
+                    fabric.backward(compute_loss(model, part))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Each part has a forward and a backward pass. Losses are means over samples of the part, or over the terms that
+        ``loss_weight`` of the module counts, and are not divided by the number of parts. Gradients are synchronized in
+        the last part's backward pass. Without ``micro_batch``, or if the loader is not cut, the only part is the batch.
+
+        Args:
+            batch: the batch.
+
+        Raises:
+            PlanError: the batch cannot be cut.
+        """
+        if self._shares is None:
+            return iter([batch])
+        modules = (replica.module for replica in self._replicas)
+        weighed = next((module for module in modules if loss_weight_of(module) is not None), None)
+        return self._shares.divide(batch, weighed, self._accumulation)
+
+    @contextmanager
+    def _accumulation(self) -> Iterator[None]:
+        """A context in which backward passes only accumulate gradients on this rank."""
+        with ExitStack() as contexts:
+            for replica in self._replicas:
+                contexts.enter_context(accumulation(replica))
+            yield
 
     def settle(self) -> None:
         """Complete all parameters whose last step is still due; see `AutoSyncMixin.settle`."""

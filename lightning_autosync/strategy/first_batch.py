@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -103,16 +104,21 @@ class FirstBatch:
 @contextmanager
 def silent(module: nn.Module) -> Iterator[None]:
     """A context in which nothing is logged, because Lightning's loops, which collect logged values, do not run yet."""
+    with logging_to(module, lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def logging_to(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
+    """A context in which ``log`` gets what is logged: the LightningModule that logs it, and the arguments of its `log`.
+
+    Lightning's ``log_dict`` calls ``log``.
+    """
     parts = [part for part in module.modules() if hasattr(part, "log_dict") and hasattr(part, "automatic_optimization")]
     for part in parts:
-        vars(part).update(log=_nothing, log_dict=_nothing)
+        vars(part)["log"] = partial(log, part)
     try:
         yield
     finally:
         for part in parts:
-            for name in ("log", "log_dict"):
-                vars(part).pop(name, None)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+            vars(part).pop("log", None)

@@ -79,6 +79,9 @@ class AutoSyncMixin(CollectiveCalls):
         batch_shares: how many samples of each global batch a rank computes: a number for each rank, such as
             ``[1, 1, 2, 4]``, or ``auto``: as many as its measured speed allows. The result is DDP's with the same
             global batch. None (default): each rank computes a batch of the loader.
+        micro_batch: number of samples that a rank computes at once, with batch shares. Shares are then multiples of it,
+            and each rank computes its part of a batch in parts of this size, one after another. None (default): a rank
+            computes its part at once.
         bucket_cap_mb: size of a fused message in MiB. None (default): the builder's own size.
         broadcast_buffers: whether all ranks get rank 0's buffers, at the start and before forward passes. None
             (default) means True.
@@ -131,6 +134,7 @@ class AutoSyncMixin(CollectiveCalls):
         *,
         tuning: TuningArgument = "auto",
         batch_shares: SharesArgument = None,
+        micro_batch: int | None = None,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         forward_sync_buffers: bool | None = None,
@@ -224,7 +228,7 @@ class AutoSyncMixin(CollectiveCalls):
         with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
             self._failure_detector = compare_ranks(self._settings)
-        self._shares = open_shares(self._settings.batch_shares, self.global_rank, self.world_size, self.root_device)
+        self._shares = open_shares(self._settings, self.global_rank, self.world_size, self.root_device)
 
     def setup(self, trainer: Any) -> None:
         self.prepare_trainer(trainer)
@@ -275,7 +279,7 @@ class AutoSyncMixin(CollectiveCalls):
         self._replica.start_training(self.optimizers, self._scaler)
         if self._shares is not None:
             check_one_loader(self._trainer)
-            self._shares.begin_training(self._trainer.lightning_module, self._replica)
+            self._shares.begin_training(self._trainer.lightning_module, self._replica, self._accumulate_part)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch is None and self._shares is not None and self._trainer.training:
@@ -297,7 +301,7 @@ class AutoSyncMixin(CollectiveCalls):
             if self._shares is None:
                 return super().training_step(*args, **kwargs)
             assert isinstance(self.model, SynchronizedModule)
-            whole, prepare = partial(super().training_step, *args, **kwargs), self.model._before_forward
+            whole, prepare = partial(super().training_step, *args, **kwargs), self.model.prepare_forward
             precision, module = self.precision_plugin.train_step_context, self._trainer.lightning_module
             return self._shares.training_step(module, whole, prepare, precision, *args, **kwargs)
 
@@ -330,6 +334,8 @@ class AutoSyncMixin(CollectiveCalls):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self._replica.backward(self._scaler):
+            if self._shares is not None:
+                self._shares.before_backward()
             if self._shares is not None and self._shares.partial is not None:
                 self._backward_in_parts(self._shares.partial, closure_loss, optimizer, *args, **kwargs)
             else:
@@ -344,11 +350,21 @@ class AutoSyncMixin(CollectiveCalls):
         """The backward pass of a step that may be divided, because memory may not suffice for its batch."""
 
         def run(part: Tensor, **also: Any) -> None:
-            assert self.lightning_module is not None
-            self.precision_plugin.backward(part, self.lightning_module, optimizer, *args, **kwargs, **also)
+            self.precision_plugin.backward(part, self._trainer.lightning_module, optimizer, *args, **kwargs, **also)
 
+        partial.backward(run, loss, self._loss_factor)
+
+    def _accumulate_part(self, loss: Tensor) -> None:
+        """Make the backward pass of the loss of a part of a batch, which is not synchronized."""
+        assert self._replica is not None
+        with accumulation(self._replica), self._replica.backward(self._scaler):
+            self.precision_plugin.backward(loss * self._loss_factor, self._trainer.lightning_module, None)
+
+    @property
+    def _loss_factor(self) -> float:
+        """What Lightning's loop and its loss scaler multiply a loss by before the backward pass."""
         scale = self._scaler.get_scale() if self._scaler is not None and self._scaler.is_enabled() else 1.0
-        partial.backward(run, loss, scale / self._trainer.accumulate_grad_batches)
+        return float(scale / self._trainer.accumulate_grad_batches)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         assert self._replica is not None

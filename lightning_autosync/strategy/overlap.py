@@ -22,6 +22,7 @@ _REASONS = (
     f"for a while, because parameters were frozen, unfrozen or replaced (until {CALM} steps bring no other change)",
     "while other plans are tried",
     "in each step in which weights are compared (check_replicas)",
+    "in the first steps with batch_shares='auto', and in each after which shares change",
 )
 
 
@@ -52,7 +53,7 @@ class WaitLog:
         self._told = [False] * len(_REASONS)
 
     def tell(self, *holds: bool) -> None:
-        """Note the reasons of a step that waits: changed parameters, trials, and a comparison of weights."""
+        """Note the reasons of a step that waits: changed parameters, trials, a comparison of weights, and shares."""
         for place, holding in enumerate(holds):
             if holding and not self._told[place]:
                 self._told[place] = True

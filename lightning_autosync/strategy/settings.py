@@ -18,7 +18,7 @@ from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
 from lightning_autosync.ports import PortRange, read_port_range
 from lightning_autosync.relaxed.transport.heartbeat import STALL, HeartbeatSettings, read_heartbeat, read_seconds
-from lightning_autosync.strategy.shares.cuts import Shares, read_shares
+from lightning_autosync.strategy.shares.cuts import Shares, read_micro_batch, read_shares
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
 
 
@@ -100,6 +100,7 @@ class StrategySettings:
         overlap_debug: whether readers of memory whose step is due are found; see `StaleReads`.
         tuning: how the job finds its links and its plan, where the user gives no plan; None: by the cluster alone.
         batch_shares: the share of each rank in a global batch, or ``auto``; None: the loader's batches on each rank.
+        micro_batch: number of samples that a rank computes at once with batch shares; None: all of its batch.
         port_range: first and last port on which this rank listens; None: that of its environment, or any.
         error: fault of a file, raised when all ranks are there; None if there is none.
     """
@@ -122,6 +123,7 @@ class StrategySettings:
     overlap_debug: bool = False
     tuning: TuningSettings | None = None
     batch_shares: Shares | Literal["auto"] | None = None
+    micro_batch: int | None = None
     port_range: PortRange | None = None
     error: DocumentError | None = None
 
@@ -222,6 +224,7 @@ def _read_values(arguments: Mapping[str, Any], timeout: timedelta) -> StrategySe
         overlap_debug=bool(arguments.get("overlap_debug")),
         tuning=read_tuning(arguments.get("tuning", "off")),
         batch_shares=read_shares(arguments.get("batch_shares")),
+        micro_batch=read_micro_batch(arguments.get("micro_batch")),
         port_range=read_port_range(arguments.get("port_range")),
     )
 
@@ -264,11 +267,8 @@ def _check_combination(settings: StrategySettings, given: Collection[str]) -> No
             "overlap: it has no effect, because ranks or servers make the steps of this plan; allowed with plans whose "
             "gradients are synchronized in every step"
         )
-    if settings.overlap is not None and settings.batch_shares == "auto":
-        raise ValueError(
-            "overlap: not allowed with batch_shares='auto', which measures each rank's time up to the wait at the end "
-            "of backward; with overlap, give batch_shares one number for each rank"
-        )
+    if settings.micro_batch is not None and settings.batch_shares is None:
+        raise ValueError("micro_batch: it has no effect without batch_shares; use accumulate_grad_batches instead")
     relaxed_only = next((name for name in _RELAXED_ONLY if name in given), None)
     if settings.scheduled and relaxed_only is not None:
         raise ValueError(

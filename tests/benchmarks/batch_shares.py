@@ -1,12 +1,12 @@
 """Time to a metric where one of 8 workers is 4 times slower: equal batches against batch shares, and what both cost.
 
-    python -m tests.benchmarks.batch_shares [SEEDS]
+    python -m tests.benchmarks.batch_shares [SEEDS [CONTENDER ...]]
 
 The task, the pace and the speeds are those of ``autosync converge experiment=stragglers``: a CNN learns digits until it
 knows 95% of the validation set, and the computation of 16 samples takes 25 ms. Here, the pace is that of samples, so
 that a smaller part of a batch takes less. All contenders train in the same live processes, in turn, with the same
-batches. The capacity bound is the time of equal workers times 8 / 7.25, because the slow one makes a quarter of its
-work.
+batches. Contenders are named as in the table; all train if none is named. The capacity bound is the time of equal
+workers times 8 / 7.25, because the slow one makes a quarter of its work.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from lightning_autosync.measure.workers import WorkerPool
 WORKERS, FACTOR, PACE, TARGET, RATE = 8, 4.0, 0.025, 95.0, 0.1
 STEPS = 150
 """Steps of each training, of which some 85 reach the target."""
-CONTENDERS = {
+CONTENDERS: dict[str, tuple[bool, str | list[int] | None]] = {
     "equal workers": (False, None),
+    "equal workers, fixed shares": (False, [1] * WORKERS),
     "equal workers, shares": (False, "auto"),
     "one 4x slower": (True, None),
     "one 4x slower, shares": (True, "auto"),
 }
 
 
-def train(slow: bool, shares: str | None, seed: int) -> dict[str, Any]:
+def train(slow: bool, shares: str | list[int] | None, seed: int) -> dict[str, Any]:
     """Train once on this rank; the seconds until the metric is reached, and what the last steps took."""
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     strategy = AutoSyncFabricStrategy("all_reduce", batch_shares=shares)  # type: ignore[arg-type]
@@ -77,28 +78,36 @@ def train(slow: bool, shares: str | None, seed: int) -> dict[str, Any]:
     averages = history.averages(moments)
     scores = judge(module, averages, task.accuracy) if fabric.global_rank == 0 else [100.0] * len(moments)
     steps = [end - begin for begin, end in pairwise(ends)]
-    return {"seconds": time_to(TARGET, moments, scores), "step": statistics.median(steps[-50:])}
+    counts = list(fabric.strategy._shares.changes) if shares == "auto" else []
+    return {
+        "seconds": time_to(TARGET, moments, scores),
+        "step": statistics.median(steps[-50:]),
+        "mean": statistics.fmean(steps[1:]),
+        "changes": [[begin[1], *parts] for begin, parts in counts],
+    }
 
 
-def main(seeds: int = 5) -> None:
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+def main(seeds: int = 5, *names: str) -> None:
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names or CONTENDERS}
     with WorkerPool(WORKERS, timeout=300.0, extra_paths=[Path(__file__).parents[2]], scheduling="batch") as pool:
         for seed in range(seeds):
-            for name, (slow, shares) in CONTENDERS.items():
+            for name in found:
+                slow, shares = CONTENDERS[name]
                 found[name].append(pool.run(train, slow=slow, shares=shares, seed=seed)[0])
                 print(json.dumps({"contender": name, "seed": seed, **found[name][-1]}), flush=True)
     table = Table(title=f"{WORKERS} workers, {seeds} seeds: medians")
-    for heading in ("", "seconds to the metric", "ms of the last steps"):
+    for heading in ("", "seconds to the metric", "ms of a step (mean)", "ms of the last steps"):
         table.add_column(heading)
     for name, runs in found.items():
-        seconds, step = (statistics.median(run[key] for run in runs) for key in ("seconds", "step"))
-        table.add_row(name, f"{seconds:.2f}", f"{1e3 * step:.1f}")
+        seconds, mean, step = (statistics.median(run[key] for run in runs) for key in ("seconds", "mean", "step"))
+        table.add_row(name, f"{seconds:.2f}", f"{1e3 * mean:.1f}", f"{1e3 * step:.1f}")
     Console(width=100).print(table)
-    equal = statistics.median(run["seconds"] for run in found["equal workers"])
-    print(f"capacity bound: {equal * WORKERS / (WORKERS - 1 + 1 / FACTOR):.2f} s")
+    if "equal workers" in found:
+        equal = statistics.median(run["seconds"] for run in found["equal workers"])
+        print(f"capacity bound: {equal * WORKERS / (WORKERS - 1 + 1 / FACTOR):.2f} s")
 
 
 if __name__ == "__main__":
     from tests.benchmarks.batch_shares import main  # workers look for `train` under this name
 
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:])

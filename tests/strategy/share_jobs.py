@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_autosync import AutoSyncFabricStrategy, ClusterSpec, GlobalBatches, GlobalStream
+from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares import auto
@@ -171,7 +172,11 @@ def trainer_against_one_process(framework: str = "lightning.pytorch", **strategy
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     fit(module, framework, strategy, max_epochs=EPOCHS, **options)
     reference = one_process(EPOCHS, 2, 0.5)
-    return {"distance": distance(module.network, reference), "moved": distance(reference, network())}
+    return {
+        "distance": distance(module.network, reference),
+        "moved": distance(reference, network()),
+        "largest": max(len(numbers) for _, numbers, _ in module.seen),
+    }
 
 
 def tuned_against_one_process() -> dict[str, float]:
@@ -182,26 +187,29 @@ def tuned_against_one_process() -> dict[str, float]:
     return {**found, "switches": len(switches)}
 
 
-def fabric_against_one_process(plain_backward: bool) -> dict[str, float]:
-    strategy = AutoSyncFabricStrategy(batch_shares=SHARES)
+def fabric_against_one_process(plain_backward: bool, micro_batch: int | None = None) -> dict[str, float]:
+    strategy = AutoSyncFabricStrategy(batch_shares=SHARES, micro_batch=micro_batch)
     fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
     fabric.launch()
     model = network()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     loader = fabric.setup_dataloaders(DataLoader(Numbered(), BATCH, shuffle=True))
+    largest = 0
     for _ in range(EPOCHS):
-        for index, (_, inputs, labels) in enumerate(loader):
+        for index, batch in enumerate(loader):
             steps = (index + 1) % 2 == 0 or index + 1 == len(loader)
-            with fabric.no_backward_sync(wrapped, enabled=not steps):
-                loss = F.cross_entropy(wrapped(inputs), labels) / 2
-                loss.backward() if plain_backward else fabric.backward(loss)
+            for _, inputs, labels in [batch] if micro_batch is None else strategy.micro_batches(batch):
+                with fabric.no_backward_sync(wrapped, enabled=not steps):
+                    loss = F.cross_entropy(wrapped(inputs), labels) / 2
+                    loss.backward() if plain_backward else fabric.backward(loss)
+                largest = max(largest, len(inputs))
             if steps:
                 fabric.clip_gradients(wrapped, optimizer, max_norm=0.5)
                 optimizer.step()
                 optimizer.zero_grad()
     fabric.strategy.teardown()
     reference = one_process(EPOCHS, 2, 0.5)
-    return {"distance": distance(model, reference), "moved": distance(reference, network())}
+    return {"distance": distance(model, reference), "moved": distance(reference, network()), "largest": largest}
 
 
 def samples_by_epoch(sampler: str = "shuffle", workers: int = 0, epochs: int = 2, **arguments: Any) -> list[list[int]]:
@@ -220,10 +228,10 @@ def gathered(module: Any, epochs: int) -> list[list[int]]:
     ]
 
 
-def logged() -> dict[str, list[float]]:
+def logged(**strategy: Any) -> dict[str, list[float]]:
     """Logged losses of a model that does not change, and those of one process: of the last batch, and of all."""
     module = make_module(rate=0.0)
-    trainer = fit(module, max_epochs=1, log_every_n_steps=1)
+    trainer = fit(module, strategy=strategy, max_epochs=1, log_every_n_steps=1)
     data, order = Numbered(), torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
     losses = F.cross_entropy(module.network(data.inputs), data.labels, reduction="none").detach()
     found = trainer.callback_metrics
@@ -233,11 +241,11 @@ def logged() -> dict[str, list[float]]:
     }
 
 
-def means_over_terms() -> float:
+def means_over_terms(**strategy: Any) -> float:
     """The distance from one process of a model whose loss leaves out samples with label 0."""
     module = make_module(ignored=0)
     type(module).loss_weight = lambda _, batch: (batch[2] != 0).sum()
-    fit(module, max_epochs=3, accumulate_grad_batches=2)
+    fit(module, strategy=strategy, max_epochs=3, accumulate_grad_batches=2)
     return distance(module.network, one_process(3, 2, 1e9, ignored=0))
 
 
@@ -254,12 +262,55 @@ def thaws_while_gradients_accumulate() -> dict[str, float]:
 def gathers_within_a_step() -> str:
     """The error for an all-gather of tensors with one entry for each sample."""
     module = make_module()
-    module.compute = lambda _, samples: module.all_gather(torch.zeros(samples))
+    return error_of_step(module, lambda _, samples: module.all_gather(torch.zeros(samples)))
+
+
+def calls_within_a_micro_batch(direct: bool) -> str:
+    """The error for a collective operation in a step that is computed in parts."""
+    module = make_module()
+    value = torch.zeros(1)
+    call = dist.all_reduce if direct else module.all_gather
+    return error_of_step(module, lambda *_: call(value) and None, micro_batch=2)
+
+
+def error_of_step(module: Any, compute: Any, **strategy: Any) -> str:
+    module.compute = compute
     try:
-        fit(module, max_epochs=1)
+        fit(module, strategy=strategy, max_epochs=1)
     except PlanError as error:
         return str(error)
     return ""
+
+
+def forgets_micro_batches() -> str:
+    """The error under Fabric for a gradient of a batch that was not divided."""
+    strategy = AutoSyncFabricStrategy(batch_shares=SHARES, micro_batch=2)
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    wrapped = fabric.setup_module(network())
+    try:
+        for _, inputs, labels in fabric.setup_dataloaders(DataLoader(Numbered(), BATCH)):
+            F.cross_entropy(wrapped(inputs), labels).backward()
+    except PlanError as error:
+        return str(error)
+    finally:
+        fabric.strategy.teardown()
+    return ""
+
+
+def micro_batches_follow_speed() -> dict[str, Any]:
+    """Samples by batch of the last rank, whose computation takes four times as long."""
+    clock, rank, made = Clock(), dist.get_rank(), []
+
+    def compute(_: int, samples: int) -> None:
+        clock.seconds += (0.1 + 0.05 * samples) * (4.0 if rank == dist.get_world_size() - 1 else 1.0)
+
+    module = make_module(samples=16 * 30, sampler="drop_last")
+    module.compute = compute
+    module.on_train_batch_end = lambda *_: made.append(module.trainer.strategy._shares.cut.samples)
+    with mock.patch.object(auto, "now", clock):
+        fit(module, max_epochs=1, strategy={"batch_shares": "auto", "micro_batch": 2})
+    return {"samples": gather_json(made)[-1], "lost": gathered(module, 1) != [list(range(16 * 30))]}
 
 
 def batch_samplers_of_different_lengths() -> str:
@@ -283,33 +334,46 @@ class Clock:
         return self.seconds
 
 
-def slows_down(workers: int = 0, begin: int = 0, fabric: bool = False, sampler: str = "shuffle") -> dict[str, Any]:
-    """Samples of the last rank by batch, whose computation takes four times as long from batch ``begin`` on."""
+def slows_down(
+    workers: int = 0, begin: int = 0, fabric: bool = False, sampler: str = "shuffle", overlap: str | None = None
+) -> dict[str, Any]:
+    """Samples of the last rank by batch, whose computation takes four times as long from batch ``begin`` on.
+
+    With overlap, the other ranks wait for each message, the less the fewer samples the last rank has.
+    """
     clock, rank = Clock(), dist.get_rank()
 
     def compute(batch: int, samples: int) -> None:
         slow = rank == dist.get_world_size() - 1 and batch >= begin
         clock.seconds += (0.1 + 0.05 * samples) * (4.0 if slow else 1.0)
 
-    with mock.patch.object(auto, "now", clock):
+    finish = Engine.finish_message
+
+    def finish_later(engine: Engine, index: int) -> None:
+        if overlap and rank < dist.get_world_size() - 1:
+            shares = engine.on_backward.__self__._shares.shares  # type: ignore[union-attr]  # the replica's method
+            clock.seconds += 4.0 * shares[-1] / sum(shares)
+        finish(engine, index)
+
+    with mock.patch.object(auto, "now", clock), mock.patch.object(Engine, "finish_message", finish_later):
         if fabric:
-            seen, lost = slows_down_in_fabric(compute, workers)
+            seen, lost = slows_down_in_fabric(compute, workers, overlap)
         else:
-            seen, lost = slows_down_in_trainer(compute, workers, sampler)
+            seen, lost = slows_down_in_trainer(compute, workers, sampler, overlap)
     return {"samples": seen, "lost": lost}
 
 
-def slows_down_in_trainer(compute: Any, workers: int, sampler: str) -> tuple[list[int], float]:
+def slows_down_in_trainer(compute: Any, workers: int, sampler: str, overlap: str | None) -> tuple[list[int], float]:
     samples = 16 * 40 + (0 if sampler == "stream" else 3)
     module = make_module(sampler=sampler, workers=workers, samples=samples)
     module.compute = compute
-    fit(module, max_epochs=2, strategy={"batch_shares": "auto"})
+    fit(module, max_epochs=2, strategy={"batch_shares": "auto", "overlap": overlap})
     made = [len(numbers) if total == 16 else -1 for _, numbers, total in module.seen]
     return gather_json(made)[-1], float(gathered(module, 2) != [list(range(samples))] * 2)
 
 
-def slows_down_in_fabric(compute: Any, workers: int) -> tuple[list[int], float]:
-    strategy = AutoSyncFabricStrategy(batch_shares="auto")
+def slows_down_in_fabric(compute: Any, workers: int, overlap: Any) -> tuple[list[int], float]:
+    strategy = AutoSyncFabricStrategy(batch_shares="auto", overlap=overlap)
     fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
     fabric.launch()
     model = network()

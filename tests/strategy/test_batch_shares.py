@@ -13,10 +13,17 @@ from sweeps import sweep
 OTHER = {"framework": "pytorch_lightning", "plan": "ps"}
 
 
-@pytest.mark.parametrize("options", sweep([{"overlap": "step"}, OTHER], [{"overlap": "step"}]), ids=str)
-def test_a_trainer_equals_one_process(quartet, options: dict[str, str]) -> None:
-    for found in quartet.run(share_jobs.trainer_against_one_process, **options):
-        assert found["distance"] < 1e-6 < 0.1 < found["moved"]
+OVERLAP, MICRO = {"overlap": "step"}, {"overlap": "step", "micro_batch": 2}
+
+
+@pytest.mark.parametrize(
+    "options", sweep([OVERLAP, OTHER, MICRO, {**OTHER, "micro_batch": 1}], [OVERLAP, MICRO]), ids=str
+)
+def test_a_trainer_equals_one_process(quartet, options: dict[str, Any]) -> None:
+    found = quartet.run(share_jobs.trainer_against_one_process, **options)
+    for each in found:
+        assert each["distance"] < 1e-6 < 0.1 < each["moved"]
+    assert max(each["largest"] for each in found) == options.get("micro_batch", 8)
 
 
 @pytest.mark.slow  # the trials of a job are tested in test_job_tuning
@@ -26,10 +33,15 @@ def test_a_job_that_tries_other_plans_equals_one_process(quartet) -> None:
         assert found["switches"] > 5
 
 
-@pytest.mark.parametrize("plain_backward", sweep([True, False], [True]), ids=["loss.backward", "fabric.backward"])
-def test_fabric_equals_one_process(quartet, plain_backward: bool) -> None:
-    for found in quartet.run(share_jobs.fabric_against_one_process, plain_backward=plain_backward):
-        assert found["distance"] < 1e-6 < 0.1 < found["moved"]
+PLAIN, METHOD, PARTS = {"plain_backward": True}, {"plain_backward": False}, {"plain_backward": False, "micro_batch": 2}
+
+
+@pytest.mark.parametrize("options", sweep([PLAIN, METHOD, PARTS], [PLAIN, PARTS]), ids=str)
+def test_fabric_equals_one_process(quartet, options: dict[str, Any]) -> None:
+    found = quartet.run(share_jobs.fabric_against_one_process, **options)
+    for each in found:
+        assert each["distance"] < 1e-6 < 0.1 < each["moved"]
+    assert max(each["largest"] for each in found) == options.get("micro_batch", 8)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -51,14 +63,16 @@ def test_a_sampler_with_random_numbers_draws_the_same_on_all_ranks(quartet) -> N
         assert first != second
 
 
-def test_logged_means_count_samples(quartet) -> None:
-    for found in quartet.run(share_jobs.logged):
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}], ids=str)
+def test_logged_means_count_samples(quartet, options: dict[str, int]) -> None:
+    for found in quartet.run(share_jobs.logged, **options):
         assert found["step"][0] == pytest.approx(found["step"][1])
         assert found["epoch"][0] == pytest.approx(found["epoch"][1])
 
 
-def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet) -> None:
-    assert max(quartet.run(share_jobs.means_over_terms)) < 1e-6
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}], ids=str)
+def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet, options: dict[str, int]) -> None:
+    assert max(quartet.run(share_jobs.means_over_terms, **options)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -67,6 +81,8 @@ def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet) ->
         {"begin": 25},
         pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow),
         {"begin": 9, "fabric": True},
+        {"begin": 25, "overlap": "step"},
+        pytest.param({"begin": 9, "overlap": "step", "fabric": True}, marks=pytest.mark.slow),
         pytest.param({"begin": 25, "sampler": "stream"}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -77,6 +93,24 @@ def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, argu
         assert set(found["samples"][:begin]) == {4}
         assert set(found["samples"][begin + 20 : -1]) <= {1, -1}
         assert not found["lost"]
+
+
+def test_shares_of_micro_batches_follow_speed(quartet) -> None:
+    for found in quartet.run(share_jobs.micro_batches_follow_speed):
+        assert found["samples"][0] == 4
+        assert set(found["samples"][20:]) == {2}
+        assert not found["lost"]
+
+
+@pytest.mark.parametrize(("direct", "what"), [(True, "an operation of torch.distributed"), (False, "all_gather")])
+def test_a_micro_batch_with_a_collective_operation_is_refused(quartet, direct: bool, what: str) -> None:
+    for found in quartet.run(share_jobs.calls_within_a_micro_batch, direct=direct):
+        assert found.startswith(f"micro_batch: training_step calls {what}, but ranks compute different numbers")
+
+
+def test_fabric_refuses_batches_that_are_not_divided(quartet) -> None:
+    for found in quartet.run(share_jobs.forgets_micro_batches):
+        assert found.startswith("micro_batch: a gradient arrived of a batch that was not divided")
 
 
 @pytest.mark.parametrize("where", sweep(["forward", "backward"], ["backward"]))

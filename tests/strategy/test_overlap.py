@@ -152,7 +152,6 @@ def test_errors_beside_steps_that_are_due_name_their_cause(duo) -> None:
     [
         ({"overlap": "pass"}, "overlap: 'pass' is not known; allowed: 'step' or None"),
         ({"overlap_debug": True}, "overlap_debug: it has no effect without overlap='step'"),
-        ({"overlap": "step", "batch_shares": "auto"}, "overlap: not allowed with batch_shares='auto'"),
         ({"overlap": "step", "plan": "partial_reduce", "semantics": "relaxed"}, "overlap: it has no effect"),
     ],
 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,8 +19,9 @@ from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.log import rank_zero_info
+from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, PresentBatch
-from lightning_autosync.strategy.shares.cuts import Shares, check_length, divide
+from lightning_autosync.strategy.shares.cuts import MICRO_BATCH, check_length, divide, divide_batch
 from lightning_autosync.strategy.shares.decision import FIRST_PASSES, Balancer, Pass
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
@@ -26,6 +29,9 @@ from lightning_autosync.strategy.shares.streams import ChangingStreamBatches, St
 
 EVERY = 3
 """Synchronized passes between two exchanges of times, after the first ones."""
+
+_Times = tuple[float, float, float]
+"""Samples of this rank in a pass, seconds of its computation, and seconds of the step."""
 
 now = time.perf_counter
 """The clock; tests replace it."""
@@ -38,17 +44,22 @@ class AutoShares(BatchShares):
     other ranks. Every few passes, ranks exchange these times while the next pass runs, and all come to the same
     decision. Shares then change at the first global batch that no rank has drawn yet.
 
+    Passes that overlap end at different places of the programs of ranks, where an operation that waits for other ranks
+    could wait for ever. So the first passes wait at their ends, until the first decisions are made and judged, and
+    later each pass after which shares change.
+
     Args:
         rank: this rank.
         ranks: number of ranks.
         device: the device of this rank.
+        micro_batch: see `BatchShares`.
 
     Attributes:
         changes: shares that were taken, and the global batch from which they hold.
     """
 
-    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
-        super().__init__((1.0,) * ranks, rank)
+    def __init__(self, rank: int, ranks: int, device: torch.device, micro_batch: int | None = None) -> None:
+        super().__init__((1.0,) * ranks, rank, micro_batch)
         self.changes: list[tuple[Position, tuple[int, ...]]] = []
         self._device = device
         self._balancer = Balancer()
@@ -56,28 +67,36 @@ class AutoShares(BatchShares):
         self._total: int | None = None
         self._begun = self._busy = self._started = math.nan
         self._samples = 0
-        self._measured: list[tuple[float, float, float]] = []
+        self._ended: _Times | None = None
+        self._measured: list[_Times] = []
         self._under_way: tuple[Tensor, Any] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._overlaps = self._begins = self._is_waiting = False
+        self._next_change: tuple[tuple[int, ...], bool] | None = None
 
     def counts(self, position: Position, total: int) -> Sequence[int]:
         for begin, counts in reversed(self.changes):
             if begin <= position:
-                return counts if sum(counts) == total else divide(total, counts)
-        return divide(total, (1.0,) * len(self.shares))
+                return counts if sum(counts) == total else divide(total, counts, self.unit)
+        return divide(total, (1.0,) * len(self.shares), self.unit)
 
-    def begin_training(self, module: nn.Module, replica: Any) -> None:
+    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[[Tensor], None]) -> None:
         """See `BatchShares`; steps of automatic optimization for which memory does not suffice may be divided.
 
-        A `SyncBatchNorm` communicates in each forward pass, so steps with one are not divided.
+        A `SyncBatchNorm` communicates in each forward pass, so steps with one are not divided. Micro-batches have the
+        size that the user chose.
         """
-        super().begin_training(module, replica)
-        if not module.automatic_optimization or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        super().begin_training(module, replica, backward)
+        synchronized = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+        if self.micro_batches is not None or not module.automatic_optimization or synchronized:
             return
         self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
 
     def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
         assert loader.batch_size is not None
-        return cut_stream_anew(loader, self, loader.batch_size * len(self.shares), len(self.shares))
+        total = loader.batch_size * len(self.shares)
+        divide_batch(total, self.shares, self.unit)  # raises an error for one that cannot be cut
+        return cut_stream_anew(loader, self, total, len(self.shares))
 
     # Measurement
 
@@ -89,33 +108,63 @@ class AutoShares(BatchShares):
         super().resume(batch)
         self._begun = self._started = math.nan  # the interruption was no part of the batch
 
-    def end_backward(self) -> None:
+    @property
+    def waits_at_end(self) -> bool:
+        return self._overlaps and (self._begins or self._next_change is not None)
+
+    def overlap(self, timeout: float) -> None:
+        # Ranks make these operations at different places between those of the default group.
+        self._group = dist.new_group(timeout=timedelta(seconds=timeout))
+        self._overlaps = self._begins = True
+
+    def end_backward(self, overlaps: bool) -> None:
         self._busy = self._now() - self._begun
+        # A pass that overlaps will end within the next batch, and the waits of the one before it were in this batch.
+        self._ended = self._times(now() - self._started) if overlaps else None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        begun = now()
+        within, self._is_waiting, begun = self._is_waiting, True, now()
         try:
-            yield
+            with super().waiting():
+                yield
         finally:
-            self._begun += now() - begun
+            self._is_waiting = within
+            if not within:
+                self._begun += now() - begun
 
-    def _keep(self, steady: bool) -> None:
-        """Keep the times of a pass; not a number where it does not count.
+    def _keep(self, steady: bool) -> bool:
+        """Keep the times of a pass; returns whether it waited at its end.
+
+        Times of passes that do and do not wait at their ends are not compared with each other.
+        """
+        times, self._ended = self._ended, None
+        at_end = times is None
+        if times is None:
+            times = self._times(now() - self._started if steady else math.nan)
+            if self._overlaps and not self._begins:
+                times = 0, math.nan, math.nan
+        self._measured = [*self._measured, times][-EVERY:]
+        return at_end
+
+    def _times(self, step: float) -> _Times:
+        """The times of a pass; not a number where it does not count.
 
         It counts if its batch was as large as others. The first pass does not, nor the first with another number of
         samples, because they allocate or compile.
+
+        Args:
+            step: seconds of the step.
         """
-        ended, cut = now(), self.cut
-        busy, step = self._busy, ended - self._started if steady else math.nan
-        self._begun = self._started = ended
+        busy, cut = self._busy, self.cut
+        self._begun = self._started = now()
         if cut is not None and cut.total >= cut.ranks:  # else a rank without samples computes one of another rank's
             self._total = self._total or cut.total
         samples = 0 if cut is None or cut.total != self._total else cut.samples
         if samples != self._samples:
             busy = math.nan
         self._samples = samples or self._samples
-        self._measured = [*self._measured, (samples, busy, step)][-EVERY:]
+        return samples, busy, step
 
     def _now(self) -> float:
         if self._device.type != "cpu":
@@ -126,7 +175,18 @@ class AutoShares(BatchShares):
 
     def end_pass(self, steady: bool) -> None:
         self._passes_done += 1
-        self._keep(steady)
+        at_end = self._keep(steady)
+        if self._next_change is None:
+            self._agree()
+        if self._next_change is not None and at_end:
+            change, self._next_change = self._next_change, None
+            self._change(*change)
+        if self._begins and self._passes_done >= FIRST_PASSES and not self._balancer.on_trial and not self._under_way:
+            self._begins, self._measured = False, []
+            self._balancer.forget()
+
+    def _agree(self) -> None:
+        """Make the part of an agreement that is due after this pass."""
         if self._under_way is not None:
             self._decide()
         elif 1 < self._passes_done <= FIRST_PASSES:
@@ -141,12 +201,12 @@ class AutoShares(BatchShares):
         times = [value for each in self._measured for value in each] + [math.nan] * (3 * missing)
         self._measured = []
         bound = math.inf if self.partial is None else self.partial.limit
-        own = torch.tensor([[bound, *times]], dtype=torch.float64, device=group_device(None))
+        own = torch.tensor([[bound, *times]], dtype=torch.float64, device=group_device(self._group))
         table = own.new_zeros(len(self.shares), own.shape[1])
-        self._under_way = (table, dist.all_gather_into_tensor(table, own, async_op=True))
+        self._under_way = (table, dist.all_gather_into_tensor(table, own, self._group, async_op=True))
 
     def _decide(self) -> None:
-        """Wait for the times of all ranks, which are those of the same passes, and change shares if that pays."""
+        """Wait for the times of all ranks, which are those of the same passes, and decide whether shares change."""
         assert self._under_way is not None
         table, work = self._under_way
         self._under_way = None
@@ -162,9 +222,11 @@ class AutoShares(BatchShares):
         if not passes or expected is None:
             return
         taken_back = self._balancer.taken_back
-        best = self._balancer.record(expected, passes, bounds)
+        parts = [count // self.unit for count in expected]
+        best = self._balancer.record(parts, passes, [bound / self.unit for bound in bounds])
         if best is not None:
-            self._change(tuple(best), self._balancer.taken_back > taken_back)
+            counts = tuple(self.unit * part for part in best)
+            self._next_change = counts, self._balancer.taken_back > taken_back
 
     def _change(self, counts: tuple[int, ...], taken_back: bool) -> None:
         """Take other shares from the first batch that no rank has drawn.
@@ -176,8 +238,8 @@ class AutoShares(BatchShares):
         assert isinstance(self.present.sampler, SharedBatchSampler | ChangingStreamBatches)
         number, batch = self.present.sampler.position
         # The largest of negated numbers is the negated least, so one all-reduce does for both.
-        places = torch.tensor([number, -number, batch], dtype=torch.int64, device=group_device(None))
-        dist.all_reduce(places, dist.ReduceOp.MAX)
+        places = torch.tensor([number, -number, batch], dtype=torch.int64, device=group_device(self._group))
+        dist.all_reduce(places, dist.ReduceOp.MAX, self._group)
         most, least, batch = places.tolist()
         if most != -least:
             raise ExchangeError(
@@ -195,18 +257,21 @@ class AutoShares(BatchShares):
         )
 
 
-def open_shares(
-    setting: Shares | Literal["auto"] | None, rank: int, ranks: int, device: torch.device
-) -> BatchShares | None:
+def open_shares(settings: StrategySettings, rank: int, ranks: int, device: torch.device) -> BatchShares | None:
     """The shares of a job; None if batches are not shared out.
 
     Raises:
         PlanError: the number of shares is not ``ranks``.
     """
+    setting, micro_batch = settings.batch_shares, settings.micro_batch
     if setting is None:
         return None
     if setting != "auto":
         check_length(setting, ranks)
     if ranks == 1:
+        if micro_batch is not None:
+            rank_zero_warn(f"AutoSync: {MICRO_BATCH} has no effect in a job with one rank; use accumulate_grad_batches")
         return None
-    return AutoShares(rank, ranks, device) if setting == "auto" else BatchShares(setting, rank)
+    if setting == "auto":
+        return AutoShares(rank, ranks, device, micro_batch)
+    return BatchShares(setting, rank, micro_batch)

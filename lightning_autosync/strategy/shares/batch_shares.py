@@ -12,15 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.log import rank_zero_info
-from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT, Cut, Shares, divide, divide_batch
+from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT, MICRO_BATCH, Cut, Shares, divide, divide_batch
 from lightning_autosync.strategy.shares.losses import check_loss, loss_weight_of
 from lightning_autosync.strategy.shares.memory import PartialSteps
-from lightning_autosync.strategy.shares.sampler import GlobalBatches, GlobalOrder, Position, SharedBatchSampler
+from lightning_autosync.strategy.shares.micro_batches import MicroBatches, check_divisible, divided
+from lightning_autosync.strategy.shares.sampler import (
+    GlobalBatches,
+    GlobalOrder,
+    Position,
+    SharedBatchSampler,
+    is_distributed,
+)
 from lightning_autosync.strategy.shares.streams import GlobalStream, StreamBatches, cut_stream
 
 _CUTTABLE = (
@@ -42,6 +49,7 @@ class PresentBatch:
         sampler: the sampler of its loader; None if the loader is not cut.
         data: the batch, for the module's ``loss_weight``; None if no module has one, or after it was asked.
         weight: the factor of its gradients; None before it is known.
+        part: the share in ``weight`` of the part of the batch that is computed now.
         loss_sum: this rank's ``loss_weight``, and the all-reduce of those of all ranks.
     """
 
@@ -49,6 +57,7 @@ class PresentBatch:
     sampler: BatchCutter | None = None
     data: Any = None
     weight: float | None = None
+    part: float = 1.0
     loss_sum: tuple[float, Tensor, dist.Work] | None = None
 
 
@@ -58,23 +67,30 @@ class BatchShares:
     Args:
         shares: the share of each rank, in any unit.
         rank: this rank.
+        micro_batch: number of samples that a rank computes at once; None: all of its batch.
 
     Attributes:
         shares: the shares of the batches that are cut now.
         rank: this rank.
+        unit: parts of full batches are multiples of so many samples.
         present: the present batch.
         needs_batches: whether a module has a ``loss_weight``, which takes batches.
         open_passes: number of passes over loaders that have begun and not ended, under Fabric.
         partial: computes steps for which memory does not suffice; None if they end the job.
+        micro_batches: computes steps in parts of ``micro_batch`` samples; None if they are not, and under Fabric.
     """
 
-    def __init__(self, shares: Shares, rank: int) -> None:
+    def __init__(self, shares: Shares, rank: int, micro_batch: int | None = None) -> None:
         self.shares = shares
         self.rank = rank
+        self.unit = micro_batch or 1
         self.present = PresentBatch()
         self.needs_batches = False
         self.open_passes = 0
         self.partial: PartialSteps | None = None
+        self.micro_batches: MicroBatches | None = None
+        self._micro_batch = micro_batch
+        self._divides = False
         self._passes = 0
         self._sampler: BatchCutter | None = None
         self._in_step = self._checked = False
@@ -104,7 +120,8 @@ class BatchShares:
 
     def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
         assert loader.batch_size is not None
-        return cut_stream(loader, divide_batch(loader.batch_size * len(self.shares), self.shares), self.rank)
+        total = loader.batch_size * len(self.shares)
+        return cut_stream(loader, divide_batch(total, self.shares, self.unit), self.rank)
 
     def _global_batches(self, loader: object) -> tuple[GlobalOrder | GlobalBatches, BatchShares, int | None]:
         if not isinstance(loader, DataLoader):
@@ -129,7 +146,7 @@ class BatchShares:
             )
         sampler: Any = batches.sampler
         samples, total = len(sampler.dataset), batches.batch_size * len(self.shares)
-        parts = divide_batch(total, self.shares)
+        parts = divide_batch(total, self.shares, self.unit)
         if samples < (total if batches.drop_last else len(self.shares)):
             raise PlanError(
                 f"batch_shares: there are {samples} samples for {len(self.shares)} ranks"
@@ -146,21 +163,25 @@ class BatchShares:
 
     def counts(self, position: Position, total: int) -> Sequence[int]:
         """See `Dealer`."""
-        return divide(total, self.shares)
+        return divide(total, self.shares, self.unit)
 
     # Steps
 
-    def begin_training(self, module: nn.Module, replica: Any) -> None:
+    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[[Tensor], None]) -> None:
         """Begin training under a Trainer.
 
         Args:
             module: the user's module.
             replica: its `ExactReplica`.
+            backward: makes the backward pass of the loss of a part of a batch; gradients are only accumulated.
 
         Raises:
-            PlanError: see `check_step`.
+            PlanError: see `check_step` and `check_divisible`.
         """
         check_step(module)
+        if self._micro_batch is not None:
+            check_divisible(module)
+            self.micro_batches = MicroBatches(module, self._micro_batch, backward, replica.settle)
 
     def begin_batch(self, batch: Any, sampler: BatchCutter | None = None) -> None:
         """Begin to compute the next batch of a loader.
@@ -214,11 +235,16 @@ class BatchShares:
         """The factor of this rank's gradients of the present batch.
 
         Raises:
-            PlanError: there is no batch whose cut is known.
+            PlanError: there is no batch whose cut is known, or under Fabric it is not divided into micro-batches.
         """
         if self.present.weight is None:
             self.present.weight = self._find_weight(self.present)
-        return self.present.weight
+        if self._micro_batch is not None and self.micro_batches is None and not self._divides:
+            raise PlanError(
+                f"{MICRO_BATCH}: a gradient arrived of a batch that was not divided; make the passes of "
+                "`for part in fabric.strategy.micro_batches(batch)`, and then the optimizer's step"
+            )
+        return self.present.weight * self.present.part
 
     def _find_weight(self, batch: PresentBatch) -> float:
         if batch.cut is None:
@@ -273,10 +299,46 @@ class BatchShares:
                 return module.training_step(part, *args, **kwargs)
 
         with self.step(module):
-            if self.partial is None or self.cut is None:
+            if self.cut is None:
                 return self.checked(whole(), module)
             samples = max(1, self.cut.samples)
+            if self.micro_batches is not None:
+                return self.checked(self.micro_batches.forward(compute, prepare, batch, samples, self.present), module)
+            if self.partial is None:
+                return self.checked(whole(), module)
             return self.checked(self.partial.forward(whole, compute, prepare, batch, samples), module)
+
+    def before_backward(self) -> None:
+        """Called before the backward pass of a step, when gradients of steps before have been set to zero."""
+        if self.micro_batches is not None:
+            self.micro_batches.add_held()
+
+    def divide(
+        self, batch: Any, module: nn.Module | None, accumulate: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[Any]:
+        """Yield the micro-batches of the present batch under Fabric, in the order in which they are computed.
+
+        Args:
+            batch: the batch, as the loader returned it.
+            module: the module that has a ``loss_weight``; None if none has.
+            accumulate: a context in which backward passes only accumulate gradients.
+
+        Raises:
+            PlanError: the batch cannot be cut, or is not the last one of a loader that is cut.
+        """
+        present = self.present
+        if self._micro_batch is None or present.cut is None:
+            yield batch
+            return
+        parts = divided(batch, max(1, present.cut.samples), self._micro_batch, module)
+        self._divides = True
+        try:
+            for number, (part, _, share) in enumerate(parts):
+                present.part = share
+                with accumulate() if number + 1 < len(parts) else nullcontext():
+                    yield part
+        finally:
+            self._divides, present.part = False, 1.0
 
     def weigh(self, value: Any, operation: Any) -> Any:
         """What this rank gives to a reduction, so that a mean over ranks within a step is the mean over samples.
@@ -309,8 +371,24 @@ class BatchShares:
 
     # What `AutoShares` does beyond
 
-    def end_backward(self) -> None:
-        """Called at the end of a synchronized backward pass, before this rank waits for others."""
+    @property
+    def waits_at_end(self) -> bool:
+        """Whether the next synchronized pass has to wait for other ranks at its end, also with overlap."""
+        return False
+
+    def overlap(self, timeout: float) -> None:
+        """Let passes overlap: they end within the forward pass of the next batch; collective.
+
+        Args:
+            timeout: seconds to wait for other ranks.
+        """
+
+    def end_backward(self, overlaps: bool) -> None:
+        """Called at the end of a synchronized backward pass, before this rank waits for others.
+
+        Args:
+            overlaps: whether it waits within the forward pass of the next batch.
+        """
 
     def end_pass(self, steady: bool) -> None:
         """Called on all ranks after each synchronized pass; collective.
@@ -325,8 +403,10 @@ class BatchShares:
         Raises:
             PlanError: ranks would call it different numbers of times in this step.
         """
-        if self.partial is not None and self._in_step:
-            self.partial.note_collective(what)
+        if self._in_step:
+            for divider in (self.partial, self.micro_batches):
+                if divider is not None:
+                    divider.note_collective(what)
         return self.waiting()
 
     def check_gather(self, value: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -346,23 +426,18 @@ class BatchShares:
                 "batches; gather tensors whose size does not depend on the batch, or do not use batch_shares"
             )
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """The context in which this rank waits for others."""
-        return nullcontext()
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The context in which this rank waits for others, or makes collective operations that users do not see."""
+        divider = self.micro_batches or self.partial
+        with nullcontext() if divider is None else divider.calls.left_out():
+            yield
 
 
 def is_global(loader: DataLoader[Any]) -> bool:
     """Whether the user has marked the data of a loader as those of all ranks."""
     own = isinstance(getattr(loader, "batch_sampler", None), GlobalBatches)
     return own or isinstance(getattr(loader, "dataset", None), GlobalStream)
-
-
-def is_distributed(loader: DataLoader[Any]) -> bool:
-    """Whether the sampler of a loader draws the samples of one rank, in a way that is known here."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    # Either framework has its own class of the second name.
-    known = type(sampler) is DistributedSampler or type(sampler).__name__ == "DistributedSamplerWrapper"
-    return known and isinstance(sampler, DistributedSampler)
 
 
 def check_step(module: nn.Module) -> None:

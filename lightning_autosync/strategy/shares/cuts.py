@@ -14,6 +14,8 @@ SharesArgument = Sequence[float] | Literal["auto"] | None
 
 LOSS_WEIGHT = "loss_weight"
 """Method of the user's module: ``loss_weight(batch)`` is the number of terms whose mean the loss of a batch is."""
+MICRO_BATCH = "micro_batch"
+"""Argument of the strategies: number of samples that a rank computes at once."""
 _ALLOWED = (
     "allowed: 'auto', or one number above 0 for each rank (whole numbers as proportions, or fractions that sum to 1)"
 )
@@ -58,6 +60,17 @@ def read_shares(value: Any) -> Shares | Literal["auto"] | None:
     return tuple(float(share) for share in value)
 
 
+def read_micro_batch(value: Any) -> int | None:
+    """The value of ``micro_batch``.
+
+    Raises:
+        ValueError: it is not a number of samples.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{MICRO_BATCH}: {value!r} is not a number of samples; allowed: 1, 2, ..., or None")
+    return value
+
+
 def check_length(shares: Shares, ranks: int) -> None:
     """Refuse another number of shares than ``ranks``.
 
@@ -68,11 +81,21 @@ def check_length(shares: Shares, ranks: int) -> None:
         raise PlanError(f"batch_shares: {len(shares)} numbers were given, but the job has {ranks} ranks; give one each")
 
 
-def divide(total: int, shares: Sequence[float]) -> list[int]:
+def divide(total: int, shares: Sequence[float], unit: int = 1) -> list[int]:
     """Divide ``total`` samples in proportion to ``shares``, by the method of largest remainders.
 
-    If ``shares`` are whole numbers and their sum is not below ``total``, no part is above its share.
+    If ``shares`` are whole multiples of ``unit`` and their sum is not below ``total``, no part is above its share.
+
+    Args:
+        total: number of samples.
+        shares: one number above 0 for each rank.
+        unit: each part is a multiple of it, except one part if ``total`` is none.
     """
+    if unit > 1:
+        parts = [unit * part for part in divide(-(-total // unit), shares)]
+        slowest = max((rank for rank, part in enumerate(parts) if part), key=lambda rank: parts[rank] / shares[rank])
+        parts[slowest] -= sum(parts) - total
+        return parts
     whole = math.fsum(shares)
     quotas = [total * share / whole for share in shares]
     # The tolerance keeps a quota of 2.9999999 from being cut to 2.
@@ -83,17 +106,24 @@ def divide(total: int, shares: Sequence[float]) -> list[int]:
     return parts
 
 
-def divide_batch(total: int, shares: Sequence[float]) -> list[int]:
-    """The samples of each rank in a full global batch of ``total`` samples.
+def divide_batch(total: int, shares: Sequence[float], unit: int = 1) -> list[int]:
+    """The samples of each rank in a full global batch of ``total`` samples; for ``unit``, see `divide`.
 
     Raises:
-        PlanError: a rank would get no sample.
+        PlanError: a rank would get no sample, or ``total`` is not a multiple of ``unit``.
     """
-    parts = divide(total, shares)
+    if total % unit:
+        raise PlanError(
+            f"{MICRO_BATCH}: a global batch of {total} samples (batch_size times the number of ranks) is not a "
+            f"multiple of {unit} samples; use a number that divides it"
+        )
+    parts = divide(total, shares, unit)
     if 0 in parts:
         rank = parts.index(0)
+        what = f"{total} samples" if unit == 1 else f"{total // unit} micro-batches of {unit} samples"
         raise PlanError(
-            f"batch_shares: rank {rank} would get none of the {total} samples of a global batch (its share is "
-            f"{shares[rank] / math.fsum(shares):.3g}); use a larger batch_size, or more equal shares"
+            f"batch_shares: rank {rank} would get none of the {what} of a global batch (its share is "
+            f"{shares[rank] / math.fsum(shares):.3g}); use a larger batch_size, "
+            f"{'' if unit == 1 else f'a smaller {MICRO_BATCH}, '}or more equal shares"
         )
     return parts

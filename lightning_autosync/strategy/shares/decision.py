@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_autosync.strategy.shares.balance import Line, balance, fit_line
+from lightning_autosync.strategy.shares.cuts import divide
 
 _WINDOWS = ((3, 3, 1.25), (6, 6, 1.05), (12, 12, 1.05))
 """Passes of two windows, and how many times as fast steps have to become. The first window proposes shares, and the one
@@ -24,7 +25,9 @@ _SURE = 4.0
 _DIFFERENCES = 8
 """Differences of times from which the noise is known."""
 _TOO_NOISY = 0.35
-"""Relative standard deviation of a pass above which times tell nothing: where the scheduler decides, for example."""
+"""Relative standard deviation of a pass above which times tell no speeds: where the scheduler decides, for example."""
+_CLEARLY = 1.05
+"""With more noise, equal shares have to make three of four passes so many times as fast for a return to them."""
 _NEVER = 100.0
 """Logarithm of a gain that nothing reaches."""
 _TRIAL, _FASTER = 6, 0.99
@@ -102,6 +105,16 @@ class Balancer:
         self._trial: _Trial | None = None
         self._begins = True
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether the last change has not proved itself yet."""
+        return self._trial is not None
+
+    def forget(self) -> None:
+        """Forget past passes, because steps from now on take other times; their noise is kept."""
+        self._recent.clear()
+        self._begins = False
+
     def record(self, counts: Sequence[int], passes: Sequence[Pass], bounds: Sequence[float]) -> list[int] | None:
         """Record passes that followed each other.
 
@@ -151,7 +164,7 @@ class Balancer:
         """Better counts, if two windows agree on them."""
         recent, noise = list(self._recent), self._noise.deviation()
         if noise > _TOO_NOISY:
-            return None
+            return self._equal_again(recent, bounds)
         early = self._begins and len(recent) < FIRST_PASSES
         for proposing, confirming, least in (_FIRST_WINDOW, *_WINDOWS) if early else _WINDOWS:
             if len(recent) < proposing + confirming:
@@ -170,6 +183,14 @@ class Balancer:
                 self._trial = _Trial(self._counts, _usual_step(both))
                 return best
         return None
+
+    def _equal_again(self, recent: Sequence[Pass], bounds: Sequence[float]) -> list[int] | None:
+        """Equal counts, if unequal ones have made most passes slower: ranks that were slow are slow no more."""
+        equal = divide(sum(self._counts), (1.0,) * len(self._counts))
+        allowed = all(count <= bound for count, bound in zip(equal, bounds, strict=True))
+        if equal == list(self._counts) or not allowed or len(recent) < _MOST:
+            return None
+        return equal if self._gain(recent, equal) > _CLEARLY else None
 
     def _judge(self, trial: _Trial) -> list[int] | None:
         """The counts before the last change, if it has not made steps faster; a change without known steps is kept."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,10 +16,12 @@ from torch import Tensor, nn
 from lightning_autosync.engine import engine
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.first_batch import silent
+from lightning_autosync.strategy.shares.direct_calls import DirectCalls
 from lightning_autosync.strategy.shares.losses import loss_weight_of
+from lightning_autosync.strategy.shares.parts import IndivisibleError, Part, cut, loss_of, parts_of
 from lightning_autosync.workload.preservation import preserved
 
-_PLAIN = (str, bytes, int, float, type(None))
+_DIRECT = "an operation of torch.distributed"
 _ON_CPU = "can't allocate memory"
 """In the message of torch's error on CPUs, which has no class of its own."""
 
@@ -51,10 +52,6 @@ class _Backward:
     run: Callable[..., None]
 
 
-_Part = tuple[Any, int, float]
-"""A part of a batch, its number of samples, and the factor of its loss."""
-
-
 class PartialSteps:
     """Computes steps of automatic optimization in parts, once memory did not suffice for a whole batch.
 
@@ -72,6 +69,7 @@ class PartialSteps:
 
     Attributes:
         limit: most samples for which memory suffices; infinite as long as it always did.
+        calls: collective operations that an attempt calls directly.
     """
 
     def __init__(
@@ -84,8 +82,9 @@ class PartialSteps:
         self._module, self._accumulate, self._track, self._arrived = module, accumulate, track, arrived
         self.limit = math.inf
         self._step: _Step | None = None
+        self.calls = DirectCalls()
         self._collective = ""
-        self._extra = False
+        self._extra = self._direct = False
 
     def note_collective(self, what: str) -> None:
         """Note that the present attempt calls a collective operation.
@@ -94,12 +93,15 @@ class PartialSteps:
             PlanError: a part of a batch calls it, and other ranks do not call it as often.
         """
         if self._extra:
-            raise PlanError(
-                f"batch_shares: training_step calls {what}, but memory suffices for a part of this rank's batch only, "
-                "and ranks would call it different numbers of times; use a smaller batch_size, or log with "
-                "self.log(..., sync_dist=True)"
-            )
+            self._refuse(what)
         self._collective = what
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise PlanError(
+            f"batch_shares: training_step calls {what}, but memory suffices for a part of this rank's batch only, "
+            "and ranks would call it different numbers of times; use a smaller batch_size, or log with "
+            "self.log(..., sync_dist=True)"
+        )
 
     def forward(
         self,
@@ -119,21 +121,29 @@ class PartialSteps:
             samples: its number of samples.
         """
         self._step = step = _Step(compute, batch, samples)
-        self._collective = ""
+        self._collective, self._direct = "", False
         if samples > self.limit:
             prepare()
         else:
             try:
-                output = whole()
+                output = self._counted(whole)
             except Exception as error:
                 if not self._can_repeat(batch, samples, error):
                     raise
                 self._shrink(samples, error)
             else:
-                step.loss = _loss(output)
+                step.loss = loss_of(output)
                 return output
         with preserved(), _restored(list(self._module.buffers())):
             return self._forward_in_parts(step)
+
+    def _counted(self, attempt: Callable[[], Any]) -> Any:
+        """The output of an attempt, with a note if it calls operations of torch.distributed directly."""
+        self.calls.begin()
+        try:
+            return attempt()
+        finally:
+            self._direct = self.calls.number > 0
 
     def backward(self, run: Callable[..., None], loss: Tensor, factor: float) -> None:
         """The backward pass of the step.
@@ -160,7 +170,7 @@ class PartialSteps:
             _free(loss, step.loss)
         self._in_parts(_Backward(step.compute, run), (step.batch, step.samples, factor), left, True)
 
-    def _run(self, passes: _Backward, part: _Part, left: list[nn.Parameter], final: bool) -> None:
+    def _run(self, passes: _Backward, part: Part, left: list[nn.Parameter], final: bool) -> None:
         """Make the passes of a part of a batch; in smaller parts, if memory does not suffice.
 
         Args:
@@ -176,7 +186,7 @@ class PartialSteps:
         try:
             with nullcontext() if final else self._accumulate():
                 with self._apart():
-                    loss = _loss(passes.compute(batch))
+                    loss = loss_of(passes.compute(batch))
                 assert loss is not None
                 self._track()
                 passes.run(loss * factor, **chosen)
@@ -187,7 +197,7 @@ class PartialSteps:
         _free(loss)
         self._in_parts(passes, part, left, final)
 
-    def _in_parts(self, passes: _Backward, whole: _Part, left: list[nn.Parameter], final: bool) -> None:
+    def _in_parts(self, passes: _Backward, whole: Part, left: list[nn.Parameter], final: bool) -> None:
         batch, samples, factor = whole
         parts = self._parts(batch, samples)
         for number, (part, length, share) in enumerate(parts):
@@ -214,7 +224,7 @@ class PartialSteps:
                 for number, (part, _, share) in enumerate(parts):
                     with torch.no_grad(), self._apart() if number + 1 < len(parts) else nullcontext():
                         output = step.compute(part)
-                    loss = _loss(output)
+                    loss = loss_of(output)
                     if loss is None:  # the user skips this batch
                         self._step = None
                         return output
@@ -233,24 +243,28 @@ class PartialSteps:
     def _apart(self) -> Iterator[None]:
         """The context of a part that logs nothing, and calls no collective operation."""
         self._extra = True
+        self.calls.begin()
         try:
             with silent(self._module):
                 yield
         finally:
             self._extra = False
+        if self.calls.number:
+            self._refuse(_DIRECT)
 
     def _can_repeat(self, batch: Any, samples: int, error: BaseException) -> bool:
         """Whether this rank may make another attempt, in smaller parts, after ``error``."""
         if not _can_divide(batch, samples, error):
             return False
-        if self._collective:
+        called = self._collective or (_DIRECT if self._direct else "")
+        if called:
             warnings.warn(
                 f"AutoSync: rank {dist.get_rank()} has no memory for {samples} samples, and cannot compute them in "
-                f"parts, because training_step has called {self._collective} before memory ran out: ranks would call "
+                f"parts, because training_step has called {called} before memory ran out: ranks would call "
                 "it different numbers of times. Use a smaller batch_size",
                 stacklevel=2,
             )
-        return not self._collective
+        return not called
 
     def _trained(self) -> list[nn.Parameter]:
         return [each for each in self._module.parameters() if each.requires_grad]
@@ -267,20 +281,9 @@ class PartialSteps:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
-    def _parts(self, batch: Any, samples: int) -> list[_Part]:
-        """The parts of a batch, their numbers of samples, and their shares in its loss.
-
-        A part without terms is left out: the mean of none is not a number.
-        """
-        size = int(min(self.limit, samples))
-        begins = range(0, samples, size)
-        parts = [cut(batch, samples, slice(begin, begin + size)) for begin in begins]
-        lengths = [min(size, samples - begin) for begin in begins]
-        weigh = loss_weight_of(self._module)
-        weights = lengths if weigh is None else [float(weigh(part)) for part in parts]
-        whole = sum(weights) or 1.0
-        every = [(part, own, weight / whole) for part, own, weight in zip(parts, lengths, weights, strict=True)]
-        return [part for part in every if part[2]] or every[:1]
+    def _parts(self, batch: Any, samples: int) -> list[Part]:
+        """The parts of a batch for which memory suffices."""
+        return parts_of(batch, samples, int(min(self.limit, samples)), loss_weight_of(self._module))
 
 
 @contextmanager
@@ -309,7 +312,7 @@ def _can_divide(batch: Any, samples: int, error: BaseException) -> bool:
     """Whether smaller parts of a batch may help against ``error``."""
     if samples < 2 or not is_memory_error(error):
         return False
-    with suppress(_IndivisibleError):
+    with suppress(IndivisibleError):
         cut(batch, samples, slice(0, 1))
         return True
     return False
@@ -321,42 +324,3 @@ def _free(*losses: Tensor | None) -> None:
         if loss is not None:
             with suppress(RuntimeError):  # a view keeps it
                 loss.detach_()
-
-
-class _IndivisibleError(Exception):
-    """A batch has something of which it is not known which part belongs to which sample."""
-
-
-def cut(value: Any, samples: int, part: slice) -> Any:
-    """A part of a batch: of each tensor, whose first axis has the size ``samples``, and of each list of other values.
-
-    Args:
-        value: a batch of tensors, mappings, lists and tuples.
-        samples: number of samples in it.
-        part: which samples to keep.
-
-    Raises:
-        _IndivisibleError: it has other values, or tensors of another size.
-    """
-    if isinstance(value, Tensor):
-        if value.dim() and len(value) != samples:
-            raise _IndivisibleError
-        return value[part] if value.dim() else value
-    if isinstance(value, MutableMapping):
-        kept = copy.copy(value)
-        kept.update({name: cut(each, samples, part) for name, each in value.items()})
-        return kept
-    if isinstance(value, list | tuple):
-        if len(value) == samples and all(isinstance(each, _PLAIN) for each in value):
-            return value[part]
-        parts = [cut(each, samples, part) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, _PLAIN):
-        return value
-    raise _IndivisibleError
-
-
-def _loss(output: Any) -> Tensor | None:
-    """The loss in the output of a training step."""
-    found = output.get("loss") if isinstance(output, Mapping) else output
-    return found if isinstance(found, Tensor) else None

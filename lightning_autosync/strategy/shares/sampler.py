@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_autosync.engine.collectives import broadcast_tensors, group_device
 from lightning_autosync.errors import PlanError
@@ -23,6 +23,8 @@ class Dealer(Protocol):
     """Says how batches are cut."""
 
     rank: int
+    unit: int
+    """Number of samples of which each rank's part of a full batch is a multiple."""
 
     def begin_pass(self) -> int:
         """Begin a pass over a data loader; returns its number."""
@@ -129,7 +131,7 @@ class SharedBatchSampler(Sampler[list[int]]):
         for index, batch in enumerate(batches):
             counts = self._dealer.counts((number, index), self.size or len(batch))
             if len(batch) != sum(counts):
-                counts = divide(len(batch), counts)
+                counts = divide(len(batch), counts, self._dealer.unit)
             start = sum(counts[:rank])
             cuts.append(Cut(counts[rank], len(batch), len(counts)))
             self._position = (number, index + 1)
@@ -138,6 +140,14 @@ class SharedBatchSampler(Sampler[list[int]]):
     def take(self) -> Cut:
         """The cut of the next batch that the data loader returned; call it once for each batch."""
         return self._cuts.popleft()
+
+
+def is_distributed(loader: DataLoader[Any]) -> bool:
+    """Whether the sampler of a loader draws the samples of one rank, in a way that is known here."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    # Either framework has its own class of the second name.
+    known = type(sampler) is DistributedSampler or type(sampler).__name__ == "DistributedSamplerWrapper"
+    return known and isinstance(sampler, DistributedSampler)
 
 
 def check_lengths(own: int) -> None:

@@ -11,9 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, GlobalStream, builders
 from lightning_autosync.errors import PlanError
+from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
-from lightning_autosync.strategy.shares.cuts import divide, read_shares
+from lightning_autosync.strategy.shares.cuts import divide, divide_batch, read_shares
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,45 @@ def test_no_part_of_a_short_batch_is_above_that_of_a_full_one() -> None:
             parts = divide(total, shares)
             assert sum(parts) == total
             assert all(part <= share for part, share in zip(parts, shares, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("total", "shares", "parts"),
+    [(64, (1, 1, 2, 4), [8, 8, 16, 32]), (64, (1, 1.2), [28, 36]), (6, (16, 16, 8), [2, 4, 0]), (3, (8, 8), [3, 0])],
+)
+def test_parts_are_multiples_of_a_micro_batch(total: int, shares: Any, parts: list[int]) -> None:
+    assert divide(total, shares, 4) == parts
+
+
+@pytest.mark.parametrize(
+    ("shares", "unit", "message"),
+    [
+        (
+            (1, 1),
+            24,
+            "micro_batch: a global batch of 64 samples (batch_size times the number of ranks) is not a",
+        ),
+        ((1, 20), 16, "batch_shares: rank 0 would get none of the 4 micro-batches of 16 samples of a global batch"),
+    ],
+)
+def test_global_batches_that_cannot_be_cut_into_micro_batches(shares: Any, unit: int, message: str) -> None:
+    with pytest.raises(PlanError, match="^" + re.escape(message)):
+        divide_batch(64, shares, unit)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"micro_batch": 4}, "micro_batch: it has no effect without batch_shares"),
+        ({"micro_batch": 0, "batch_shares": "auto"}, "micro_batch: 0 is not a number of samples"),
+        ({"micro_batch": True, "batch_shares": "auto"}, "micro_batch: True is not"),
+        ({"micro_batch": 2.0, "batch_shares": "auto"}, "micro_batch: 2.0 is not"),
+    ],
+)
+def test_wrong_micro_batches_are_refused(arguments: dict[str, Any], message: str) -> None:
+    for strategy in (AutoSyncStrategy, AutoSyncFabricStrategy):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            strategy(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +115,10 @@ def test_shares_need_steps_that_ranks_make_together() -> None:
 
 def test_there_is_one_share_for_each_rank() -> None:
     with pytest.raises(PlanError, match=r"^batch_shares: 2 numbers were given, but the job has 3 ranks"):
-        open_shares((1.0, 2.0), 0, 3, torch.device("cpu"))
-    assert open_shares((1.0,), 0, 1, torch.device("cpu")) is None
-    assert open_shares(None, 0, 3, torch.device("cpu")) is None
+        open_shares(StrategySettings(batch_shares=(1.0, 2.0)), 0, 3, torch.device("cpu"))
+    assert open_shares(StrategySettings(), 0, 3, torch.device("cpu")) is None
+    with pytest.warns(UserWarning, match="micro_batch has no effect in a job with one rank"):
+        assert open_shares(StrategySettings(batch_shares="auto", micro_batch=4), 0, 1, torch.device("cpu")) is None
 
 
 class Stream(IterableDataset[int]):

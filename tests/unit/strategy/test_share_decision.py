@@ -179,6 +179,48 @@ def test_a_time_that_does_not_depend_on_samples_is_that_of_a_batch() -> None:
     assert job.changes <= 4
 
 
+@pytest.mark.parametrize(("slow_now", "returns"), [(1.0, True), (3.0, False)])
+def test_unequal_shares_do_not_stay_in_noise_that_hides_speeds(slow_now: float, returns: bool) -> None:
+    """A rank that was slow is as fast as others when noise begins; or it is still slow."""
+    drawn = random.Random(5)
+
+    def pace(number: int) -> list[Line]:
+        slow = 3.0 if number <= 40 else slow_now
+        noise = [1.0 if number <= 40 else 1.0 + drawn.expovariate(1.0) for _ in range(2)]
+        return [Line(0.0, noise[0]), Line(0.0, slow * noise[1])]
+
+    job = Job(pace, exponential(0.02)).run(160)
+    assert job.history[40][1] < SAMPLES / 1.5
+    assert (job.history[-1] == [SAMPLES] * 2) == returns
+
+
+def test_a_process_that_holds_cores_at_times_costs_equal_ranks_little() -> None:
+    """Half of the ranks take twice as long for some 20 passes in a row, again and again, and other ranks each time."""
+    ratios = []
+    for seed in range(6):
+        drawn, held = random.Random(seed), []
+        while len(held) <= 300:
+            held += [frozenset[int]()] * int(drawn.expovariate(1 / 80))
+            held += [frozenset(drawn.sample(range(4), 2))] * drawn.randint(10, 30)
+
+        def pace(number: int, held: Sequence[frozenset[int]] = tuple(held)) -> list[Line]:
+            return [
+                Line(0.5 * factor, factor) for factor in (2.0 if rank in held[number] else 1.0 for rank in range(4))
+            ]
+
+        job = Job(pace, exponential(0.05), seed=seed).run(300)
+        equal = Job(pace, exponential(0.05), seed=seed, balancer=Never()).run(300)
+        ratios.append(sum(job.seconds) / sum(equal.seconds))
+    assert statistics.fmean(ratios) < 1.01
+
+
+class Never(Balancer):
+    """Changes nothing."""
+
+    def record(self, *_: object) -> None:
+        return None
+
+
 def test_memory_demands_a_change_that_does_not_pay() -> None:
     balancer, passes, free = Balancer(), [Pass([1.0] * 4, 1.0)], [math.inf] * 3
     assert balancer.record([16] * 4, passes, [math.inf, *free]) is None

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares.losses import check_loss
-from lightning_autosync.strategy.shares.memory import cut, is_memory_error
+from lightning_autosync.strategy.shares.memory import is_memory_error
+from lightning_autosync.strategy.shares.parts import IndivisibleError, cut
 
 TARGETS = torch.tensor([0, 1, 0, 1])
 
@@ -70,7 +71,7 @@ def test_parts_of_a_batch_have_the_same_samples_everywhere() -> None:
 
 @pytest.mark.parametrize("batch", [torch.zeros(4), [torch.zeros(3), torch.zeros(5)], object()])
 def test_batches_whose_samples_are_unknown_are_not_cut(batch: Any) -> None:
-    with pytest.raises(Exception, match=r"^$"):
+    with pytest.raises(IndivisibleError):
         cut(batch, 3, slice(0, 1))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_autosync.engine import engine
 from lightning_autosync.errors import PlanError
+from lightning_autosync.strategy.shares import direct_calls
 from lightning_autosync.strategy.shares.auto import AutoShares
 from lightning_autosync.strategy.shares.memory import PartialSteps
 
@@ -148,5 +149,52 @@ def test_steps_with_synchronized_batch_norm_are_not_divided(layer: nn.Module, di
             pass
 
     shares = AutoShares(0, 2, torch.device("cpu"))
-    shares.begin_training(Module(), mock.Mock())
+    shares.begin_training(Module(), mock.Mock(), run)
     assert (shares.partial is not None) == divides
+
+
+def test_an_attempt_with_a_direct_collective_operation_is_not_repeated() -> None:
+    """Also if memory runs out later, in the backward pass."""
+    module, made = nn.Linear(3, 1), [0]
+    partial, batch = steps(module), torch.randn(4, 3)
+
+    def whole() -> Tensor:
+        made[0] += 1
+        return module(batch).mean()  # type: ignore[no-any-return]
+
+    def full(*_: Any, **__: Any) -> None:
+        out_of_memory()
+
+    with mock.patch.object(direct_calls, "_operations", side_effect=lambda: made[0]):
+        loss = partial.forward(whole, lambda part: module(part).mean(), lambda: None, batch, 4)
+        with (
+            pytest.warns(UserWarning, match=r"training_step has called an operation of torch.distributed"),
+            pytest.raises(MemoryError),
+        ):
+            partial.backward(full, loss, 1.0)
+
+
+def test_a_part_with_a_direct_collective_operation_is_refused() -> None:
+    module, made = nn.Linear(3, 1), [0]
+
+    def compute(part: Tensor) -> Tensor:
+        made[0] += 1
+        return module(part).mean()  # type: ignore[no-any-return]
+
+    partial = steps(module, limit=2)
+    with (
+        mock.patch.object(direct_calls, "_operations", side_effect=lambda: made[0]),
+        pytest.raises(PlanError, match=r"training_step calls an operation of torch.distributed, but memory suffices"),
+    ):
+        partial.forward(out_of_memory, compute, lambda: None, torch.randn(4, 3), 4)
+
+
+def test_operations_of_this_package_do_not_count() -> None:
+    made = [0]
+    with mock.patch.object(direct_calls, "_operations", side_effect=lambda: made[0]):
+        calls = direct_calls.DirectCalls()
+        calls.begin()
+        made[0] += 2
+        with calls.left_out():
+            made[0] += 3
+        assert calls.number == 2
