@@ -52,6 +52,8 @@ class Engine:
             as the first one did. A module may then run several times under reentrant checkpointing.
         watched: whether the caller has a `FailureDetector` open for all ranks; otherwise the engine opens one.
         connect_timeout: seconds in which all ranks must connect; never more than ``timeout``.
+        resources: opened before, for the same parameters and schedule and with the same settings, such as on another
+            thread during earlier steps; None opens them now.
 
     Attributes:
         schedule: the messages that are exchanged.
@@ -87,6 +89,7 @@ class Engine:
         static_graph: bool = False,
         watched: bool = False,
         connect_timeout: float = CONNECT_TIMEOUT,
+        resources: Resources | None = None,
     ) -> None:
         if waits not in ("backward", "parameters"):
             raise ValueError(f"waits: {waits!r} is not known; allowed: 'backward' or 'parameters'")
@@ -113,7 +116,7 @@ class Engine:
         self._watches_changes = False
         self._on_accelerator = any(parameter.device.type != "cpu" for _, parameter in parameters)
         self._loss_scale: float | None = None
-        self._resources = Resources(
+        self._resources = resources or Resources(
             dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view, watched, connect_timeout
         )
         self._gradients = self._resources.gradients
@@ -329,8 +332,12 @@ class Engine:
 
     def close(self) -> None:
         """Remove the hooks and close the connections; gradients keep their values."""
+        self.release().close()
+
+    def release(self) -> Resources:
+        """Remove the hooks; returns what is left to be closed, which may be done on any thread."""
         self._remove_hooks()
-        self._resources.close()
+        return self._resources
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

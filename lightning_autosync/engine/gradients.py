@@ -148,6 +148,8 @@ class DenseGradients(MessageGradients):
             as_views and not parameter.is_complex() and same_layout(parameter, view)
             for parameter, view in zip(parameters, self._views, strict=True)
         ]
+        # Bound beforehand, because each step goes through all parameters.
+        self._targets = [(one, view, view.data_ptr()) for one, view in zip(parameters, self._views, strict=True)]
         self._counts = buffer[message.numel :]
         self._filled = [False] * len(parameters)
         self._packers = [self.packer(place) for place in range(len(parameters))]
@@ -206,15 +208,14 @@ class DenseGradients(MessageGradients):
             self._buffer.copy_(self._result)
         targets, sums = [], []
         with torch.no_grad():
-            for place, parameter in enumerate(self.parameters):
+            for place, (parameter, view, pointer) in enumerate(self._targets):
                 if not self._filled[place] and not self._used_elsewhere(place):
                     continue
                 gradient = parameter.grad
                 if self._as_view[place]:
-                    view = self._views[place]
-                    if gradient is not None and gradient.data_ptr() == view.data_ptr():
+                    if gradient is not None and gradient.data_ptr() == pointer:
                         continue
-                    if view.dtype == parameter.dtype:  # otherwise the parameter's dtype has just changed
+                    if self._buffer.dtype == parameter.dtype:  # otherwise the parameter's dtype has just changed
                         # A new alias, because the user may assign other data to the gradient.
                         parameter.grad = view.detach()
                         continue

@@ -50,6 +50,9 @@ _ROUNDS = 2
 class Resources:
     """Allocates and releases the resources of an engine; collective. Arguments and errors are those of `Engine`.
 
+    With ``control``, a group of the same ranks, the collective calls go over that group. Another thread may use
+    ``group`` meanwhile, so training can go on.
+
     Attributes:
         gradients: the gradients of each message, in schedule order.
         compressor_state: state that the messages' compressors keep from step to step.
@@ -65,10 +68,12 @@ class Resources:
         gradient_as_bucket_view: bool = False,
         watched: bool = False,
         connect_timeout: float = CONNECT_TIMEOUT,
+        control: dist.ProcessGroup | None = None,
     ) -> None:
         self._parameters = parameters
         self._as_views = gradient_as_bucket_view
         self._group = group
+        self._control = group if control is None else control
         self._timeout = timeout
         self._connect_timeout = min(timeout, connect_timeout)
         self._rank = dist.get_rank(group)
@@ -91,7 +96,7 @@ class Resources:
             self._open_shared_memory(schedule)
             fault = self._open_exchanges(schedule, cluster, address)
             # No rank may send before every rank can receive.
-            require_success(fault, group)
+            require_success(fault, self._control)
         except BaseException:
             self.close()
             raise
@@ -107,7 +112,7 @@ class Resources:
 
     def _check_equal(self, schedule: Schedule) -> None:
         """Raise on every rank if schedules differ."""
-        fingerprints = gather_json(schedule.fingerprint, self._group)
+        fingerprints = gather_json(schedule.fingerprint, self._control)
         if schedule.world_size != len(fingerprints):
             raise PlanError(
                 f"schedule: it was made for {schedule.world_size} ranks, but the process group has {len(fingerprints)}"
@@ -140,7 +145,7 @@ class Resources:
         """Connect the neighbours on the trees of all messages, if there are trees."""
         if not any(message.on_trees for message in schedule.messages):
             return
-        sockets = connect_pairs(schedule.tree_edges(), self._group, address, self._connect_timeout)
+        sockets = connect_pairs(schedule.tree_edges(), self._control, address, self._connect_timeout)
         if cluster is None or not cluster.measured:
             self._transport = Transport(sockets)
         else:
@@ -163,7 +168,7 @@ class Resources:
         shared = [message for message in schedule.messages if message.in_shared_memory]
         if shared:
             sizes = {one.index: one.rounds[0].length * getattr(torch, one.dtype).itemsize for one in shared}
-            self._shared = SharedMemory(sizes, self._group, self._connect_timeout)
+            self._shared = SharedMemory(sizes, self._control, self._connect_timeout)
             self._closing.callback(self._shared.close)
 
     def _gradients_of(self, message: Message) -> MessageGradients:

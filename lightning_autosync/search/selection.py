@@ -19,7 +19,7 @@ import numpy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
-from lightning_autosync.plan.builders.default import DDP_BUCKET, LINK_BUCKET, link_method, native_sizes
+from lightning_autosync.plan.builders.default import DDP_BUCKET, DDP_BUCKETS, LINK_BUCKET, link_method, native_sizes
 from lightning_autosync.plan.builders.grouping import MIB
 from lightning_autosync.plan.builders.rows import place_rows, serve_rows
 from lightning_autosync.plan.space import Block, Domain, Genome, PlanSpace
@@ -48,7 +48,7 @@ _SIZES: tuple[dict[str, int], ...] = ({}, {"bucket_bytes": LINK_BUCKET})
 """Sizes of messages with which each builder is tried, the first its own."""
 
 _NATIVE = {
-    "DDP's buckets": {"bucket_bytes": DDP_BUCKET},
+    DDP_BUCKETS: {"bucket_bytes": DDP_BUCKET},
     **{f"{size} MiB": {"bucket_bytes": size * MIB, "first_bucket_bytes": size * MIB} for size in (1, 5, 100)},
 }
 """Sizes of DDP's buckets that are always proposed. Which is best depends on the computation, and on what each message

@@ -16,8 +16,8 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
 from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
-from lightning_autosync.engine.engine import Waits
 from lightning_autosync.engine.gradient_scale import GradientScale
+from lightning_autosync.engine.resources import Resources
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.plan.schedule import first_parameters_first
@@ -169,7 +169,7 @@ class ExactReplica(Replica):
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
         if self._buffers is not None and self._engine is not None:
-            if self._buffers.due:
+            if self._overlap is not None and self._buffers.due:  # a look at all modules
                 self._notice_change()
             with nullcontext() if self._shares is None else self._shares.waiting():
                 self._buffers.before_forward(synchronizes)
@@ -378,27 +378,42 @@ class ExactReplica(Replica):
         self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         self._weights.choose(self._planned)
         self._follow_gradients()
-        return self._tuning.start(self._open, self._use)
+        return self._tuning.start(self._open, self._reserve, self._use)
 
-    def _open(self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT) -> Engine:
-        waits: Waits = "backward"
-        if self._overlap is not None:
-            schedule, waits = first_parameters_first(schedule, list(self._planned)), "parameters"
+    def _open(
+        self, schedule: Schedule, connect_timeout: float = CONNECT_TIMEOUT, resources: Resources | None = None
+    ) -> Engine:
         engine = Engine(
             list(self._planned.items()),
-            schedule,
-            group=self._group,
-            cluster=self._tuning.resolution.cluster,
-            timeout=self._settings.timeout,
-            waits=waits,
-            gradient_as_bucket_view=self._settings.gradient_as_bucket_view,
+            self._ordered(schedule),
+            waits="backward" if self._overlap is None else "parameters",
             static_graph=self._settings.static_graph,
-            watched=self._watched,
+            resources=resources,
             connect_timeout=connect_timeout,
+            **self._shared_options,
         )
         engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._end_pass
         engine.on_backward = self._end_backward
         return engine
+
+    def _reserve(self, schedule: Schedule, connect_timeout: float, control: dist.ProcessGroup | None) -> Resources:
+        """Open the resources of an engine on any thread, while another engine works; collective over ``control``."""
+        options = {**self._shared_options, "connect_timeout": connect_timeout, "control": control}
+        return Resources(dict(self._planned), self._ordered(schedule), **options)
+
+    @property
+    def _shared_options(self) -> dict[str, Any]:
+        """Options that engines and their resources have in common."""
+        return {
+            "group": self._group,
+            "cluster": self._tuning.resolution.cluster,
+            "timeout": self._settings.timeout,
+            "gradient_as_bucket_view": self._settings.gradient_as_bucket_view,
+            "watched": self._watched,
+        }
+
+    def _ordered(self, schedule: Schedule) -> Schedule:
+        return schedule if self._overlap is None else first_parameters_first(schedule, list(self._planned))
 
     def _use(self, engine: Engine) -> None:
         """Let another engine synchronize the following passes."""

@@ -1,35 +1,40 @@
 """Jobs that tune themselves on emulated links, without a cluster file, beside well-tuned DDP; needs root.
 
-    python -m tests.benchmarks.tuning_inside [seconds=60] [steps=200] [out=FILE.jsonl] [CLUSTER:MODEL[@RATE] ...]
+    python -m tests.benchmarks.tuning_inside [seconds=150] [steps=300] [out=FILE.jsonl] [CLUSTER:MODEL[@RATE] ...]
 
 RATE is that of the cluster's fastest link. By default, a ring all-reduce takes `RING` seconds: the rate is chosen so,
 and where that would be above `FASTEST`, models are made smaller.
 
-The jobs of a pair run one after the other in the same processes: a short one for each of `DDP`'s settings, the fastest
-of these for longer, AutoSync's, and the fastest of DDP once more. AutoSync's job is shortened if the pair would take
-more than ``seconds``. It has gradients as views of buffers, as most of DDP's settings have. Each pair is a line of the
-file ``out``; the same command goes on with it. The table has, for each pair:
+First come short jobs of DDP with each of `DDP`'s settings, in two rounds. Then two jobs live on the same links at the
+same time: AutoSync's, and that of DDP's fastest settings. They take turns, each `SLICE` steps (A B B A), while the
+other one stands still between two steps. So changes of the machine's speed affect both alike. The jobs are shortened if
+the pair would take more than ``seconds``. AutoSync has gradients as views of buffers, as most of DDP's settings have.
+Each pair is a line of the file ``out``; the same command goes on with it. The table has, for each pair:
 
-- *DDP*: median of a step with DDP's fastest settings, in the jobs before and after AutoSync's; *at the end*: that of
-  AutoSync's last `LAST` steps with the plan that it has at the end; *speedup*: DDP's divided by it;
+- *DDP*: median of a step with DDP's fastest settings; *at the end*: that of AutoSync's steps with the plan that it has
+  at the end; *speedup*: the median, over the slices with that plan, of DDP's median step divided by AutoSync's in the
+  same pair of turns, with a bootstrap interval at 95%, and the number of these slices;
+- *CPU*: CPU time of a step with that plan, of all ranks, relative to DDP's;
 - *all steps*: the time of AutoSync's steps from the second on, divided by that of as many steps of DDP;
-- *worst*: the longest of these steps, relative to the median step of the plan that was present then; in brackets the
-  longest step of DDP, relative to its median;
+- *worst*: the longest of these steps, relative to the median step of the plan that was present then, and the number of
+  steps above `SLOW` times that; in brackets the same for DDP;
 - *first plan*: how much longer its steps are than those of the fastest plan that was found (regret), by trials;
 - *trials cost*: seconds by which the steps up to the last trial's end exceed those of the present plans, as a share of
-  2,000 steps; *start*: seconds before the first step beyond DDP's.
+  2,000 steps; *start*: seconds before the first step beyond DDP's; *load*: runnable processes before and after.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import select
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +54,13 @@ from lightning_autosync.errors import AutoSyncError  # noqa: E402
 from lightning_autosync.measure.bench.preparation import make_cluster  # noqa: E402
 from lightning_autosync.measure.launches.settings import LaunchSettings  # noqa: E402
 from lightning_autosync.measure.models.recipes import model_of  # noqa: E402
+from lightning_autosync.measure.step_time import Interval, paired_ratio  # noqa: E402
 from lightning_autosync.measure.workers import WorkerPool  # noqa: E402
 from lightning_autosync.run_files import RunFile, alone  # noqa: E402
 from lightning_autosync.training.settings import TrainingSettings  # noqa: E402
 from tests.benchmarks import tuning_inside_calls as calls  # noqa: E402
 
-FORMAT = "autosync-tuning-inside/1"
+FORMAT = "autosync-tuning-inside/2"
 PAIRS = (
     "fat_node_star:vgg_like",
     "four_equal:vgg_like",
@@ -80,11 +86,16 @@ OURS = {"cluster": "auto", "tuning": {"cache": None}, "gradient_as_bucket_view":
 RING = 0.12
 FASTEST = 200e6
 """Bytes/s of the fastest link, at most: two cores carry no more."""
-WARM_UP, SCREENED, MEASURED = 2, 6, 12
-"""Steps of a job of DDP that do not count, and that count in the short and in the longer jobs."""
+WARM_UP, SCREENED, ROUNDS = 2, 4, 2
+"""Steps of a short job of DDP that do not count and that count, and the rounds of such jobs."""
+SLICE = 10
+"""Steps of a turn."""
 LEAST = 100
-"""Steps of AutoSync's job, at least."""
-LAST = 40
+"""Steps of the jobs, at least."""
+SLOW = 1.5
+_LEAST_COMPARED = 3
+"""Steps with the last plan in a slice that counts for the speedup, at least."""
+Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,26 +106,31 @@ class Found:
         pair: ``CLUSTER:MODEL[@RATE]``.
         fastest: bytes/s of the fastest link.
         size: bytes of gradients.
-        screened: median step of DDP by its settings.
-        ddp, ddp_steps: the fastest settings, and their steps.
+        screened: median steps of DDP by its settings, one for each round.
+        ddp, ddp_steps: the fastest settings, and the steps of their job.
         steps, plans: AutoSync's, see `tuning_inside_calls.train`.
+        cpu, ddp_cpu: CPU seconds of all ranks together, for each of these steps.
+        slice: number of steps of a turn.
         start: before the first step, beyond DDP's.
         report: what AutoSync says of its tuning.
-        load: runnable processes of the machine before the pair (average of a minute).
-        took: seconds of the jobs, by name, and of the whole pair (``all``).
+        load: runnable processes of the machine before and after the pair (averages of a minute).
+        took: seconds of the parts of the measurement, and of the whole pair (``all``).
     """
 
     pair: str
     fastest: float
     size: int
-    screened: dict[str, float]
+    screened: dict[str, list[float]]
     ddp: str
     ddp_steps: list[float]
     steps: list[float]
     plans: list[list[int]]
+    cpu: list[float]
+    ddp_cpu: list[float]
+    slice: int
     start: float
-    report: dict[str, Any]
-    load: float
+    report: Report
+    load: list[float]
     took: dict[str, float]
 
     @property
@@ -127,17 +143,33 @@ class Found:
 
     @property
     def final(self) -> float:
-        *present, _ = self.plans[-1]
-        pairs = zip(self.plans[1:], self.steps[1:], strict=True)
-        return statistics.median([seconds for plans, seconds in pairs if plans == [*present, present[-1]]][-LAST:])
+        return statistics.median(self._at_the_end(self.steps, 1, len(self.steps)))
+
+    def _at_the_end(self, seconds: list[float], start: int, stop: int) -> list[float]:
+        """Those of a range of steps that the plan synchronized that is present at the end."""
+        changes, present, _ = self.plans[-1]
+        pairs = zip(self.plans[start:stop], seconds[start:stop], strict=True)
+        return [each for plans, each in pairs if plans == [changes, present, present]]
 
     @property
-    def speedup(self) -> float:
-        return self.ddp_step / self.final
+    def processor(self) -> float:
+        """CPU time of a step with the plan at the end, relative to DDP's."""
+        return statistics.median(self._at_the_end(self.cpu, 1, len(self.cpu))) / statistics.median(self.ddp_cpu)
+
+    @property
+    def speedup(self) -> tuple[Interval, int]:
+        """DDP's step time divided by AutoSync's, and the number of pairs of turns."""
+        theirs, ours = [], []
+        for start in range(0, len(self.steps), self.slice):
+            stop = start + self.slice
+            if len(own := self._at_the_end(self.steps, max(1, start), stop)) >= _LEAST_COMPARED:
+                ours.append(statistics.median(own))
+                theirs.append(statistics.median(self.ddp_steps[max(1, start) : stop]))
+        return paired_ratio(theirs, ours), len(ours)
 
     @property
     def all_steps(self) -> float:
-        return sum(self.steps[1:]) / (len(self.steps) - 1) / self.ddp_step
+        return sum(self.steps[1:]) / sum(self.ddp_steps[1:])
 
     @property
     def relative(self) -> list[float]:
@@ -151,8 +183,10 @@ class Found:
         return [seconds / usual.get(tuple(present), self.final) for (*present, _), seconds in pairs]
 
     @property
-    def worst(self) -> float:
-        return max(self.relative)
+    def worst(self) -> str:
+        ddp = [seconds / self.ddp_step for seconds in self.ddp_steps[1:]]
+        ours, theirs = (f"{max(steps):.2f}, {sum(each > SLOW for each in steps)}" for steps in (self.relative, ddp))
+        return f"{ours} ({theirs})"
 
     @property
     def regret(self) -> float:
@@ -167,35 +201,70 @@ class Found:
         return max(0.0, sum(each - 1 for each in self.relative[: tried[-1] + 1])) / 2000
 
 
-class Jobs:
-    """Runs the jobs of a pair in the processes of a pool.
+class Job:
+    """One job after the other in the processes of a pool.
 
     Args:
         pool: processes behind the links of the cluster.
         settings: the configuration of the jobs, without their way to synchronize.
         cluster: the cluster, with the rates that its links have.
-        directory: folder for the Trainer's output.
-
-    Attributes:
-        fastest: bytes/s of the fastest link.
+        directory: an empty folder, for the Trainer's output and for the pipes of `tuning_inside_calls.StepsInTurns`.
     """
 
-    def __init__(self, pool: WorkerPool, settings: dict[str, Any], cluster: ClusterSpec, directory: str) -> None:
-        self._pool, self._settings = pool, settings
-        self._rest = {"cluster": cluster.to_dict(), "plan": None, "directory": directory}
-        self.fastest = fastest_of(cluster)
+    def __init__(self, pool: WorkerPool, settings: dict[str, Any], cluster: ClusterSpec, directory: Path) -> None:
+        self._pool, self._settings, self._directory = pool, settings, directory
+        self._rest = {"cluster": cluster.to_dict(), "plan": None, "directory": str(directory), "turns": str(directory)}
+        names = ["waits", *(f"go.{rank}" for rank in range(cluster.world_size))]
+        directory.mkdir()
+        for name in names:
+            os.mkfifo(directory / name)
+        self._waits, *self._go = (os.open(directory / name, os.O_RDWR) for name in names)
+        self._under_way: Future[Any] | None = None
 
-    def train(self, strategy: str, steps: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    def train(self, strategy: str, steps: int, arguments: dict[str, Any], slice: int = 0) -> list[dict[str, Any]]:
         """What `tuning_inside_calls.train` returns on each rank."""
         settings = TrainingSettings.parse(
             {**self._settings, "sync": {"strategy": strategy, "arguments": arguments}, "trainer": _trainer(steps)}
         )
-        return self._pool.run(calls.train, request={"settings": settings.model_dump(mode="json"), **self._rest})
+        request = {"settings": settings.model_dump(mode="json"), "slice": slice, **self._rest}
+        return self._pool.run(calls.train, request=request)
 
-    def ddp(self, name: str, steps: int) -> tuple[list[float], float]:
-        """The counted steps of a job of DDP, and its seconds before the second step."""
-        found = self.train("ddp", WARM_UP + steps, DDP[name])[0]
-        return found["steps"][WARM_UP:], found["seconds"] - sum(found["steps"][1:])
+    def start(self, threads: ThreadPoolExecutor, *arguments: Any) -> None:
+        """Start a training that takes turns, and wait until it waits for the first one; arguments as for `train`."""
+        self._under_way = threads.submit(self.train, *arguments)
+        self._await()
+
+    def turn(self) -> None:
+        """Let the training go on for a slice of its steps."""
+        self._release()
+        self._await()
+
+    def end(self) -> dict[str, Any]:
+        """Let the training end after its last turn; returns what it has found on rank 0."""
+        self._release()
+        assert self._under_way is not None
+        found: dict[str, Any] = self._under_way.result()[0]
+        return found
+
+    def close(self) -> None:
+        """Close the pipes."""
+        for pipe in (self._waits, *self._go):
+            os.close(pipe)
+
+    def _release(self) -> None:
+        for pipe in self._go:
+            os.write(pipe, b".")
+
+    def _await(self) -> None:
+        """Wait until all ranks stand still."""
+        assert self._under_way is not None
+        missing = len(self._go)
+        while missing:
+            if select.select([self._waits], [], [], 1.0)[0]:
+                missing -= len(os.read(self._waits, missing))
+            elif self._under_way.done():
+                self._under_way.result()
+                raise AutoSyncError("a job has ended before its last turn")
 
 
 def _trainer(steps: int) -> dict[str, Any]:
@@ -229,17 +298,33 @@ def fastest_of(cluster: ClusterSpec) -> float:
 
 
 @contextmanager
-def running_jobs(settings: dict[str, Any], timeout: float) -> Iterator[Jobs]:
-    """Processes behind emulated links that run the jobs of a pair; a job may take ``timeout`` seconds."""
+def two_jobs(settings: dict[str, Any], timeout: float) -> Iterator[tuple[Job, Job]]:
+    """Processes for two jobs behind the same emulated links; a job may take ``timeout`` seconds."""
     parsed = TrainingSettings.parse(settings)
     cluster = make_cluster(parsed, None)
     assert isinstance(parsed.launch, LaunchSettings)
     with (
         tempfile.TemporaryDirectory() as directory,
         parsed.launch.open(cluster) as launch,
-        WorkerPool(cluster.world_size, launch, timeout=timeout) as pool,
+        WorkerPool(cluster.world_size, launch, timeout=timeout) as one,
+        WorkerPool(cluster.world_size, launch, timeout=timeout) as other,
     ):
-        yield Jobs(pool, settings, cluster, directory)
+        made = [Job(pool, settings, cluster, Path(directory) / name) for name, pool in (("a", one), ("b", other))]
+        try:
+            yield made[0], made[1]
+        finally:
+            for job in made:
+                job.close()
+
+
+def screen(ddp: Job) -> dict[str, list[float]]:
+    """Median steps of short jobs of DDP by its settings, which take turns."""
+    found: dict[str, list[float]] = {name: [] for name in DDP}
+    for number in range(ROUNDS):
+        for name in [*DDP] if number % 2 == 0 else [*DDP][::-1]:
+            steps = ddp.train("ddp", WARM_UP + SCREENED, DDP[name])[0]["steps"]
+            found[name].append(statistics.median(steps[WARM_UP:]))
+    return found
 
 
 def measure(pair: str, seconds: float, steps: int) -> Found:
@@ -249,32 +334,38 @@ def measure(pair: str, seconds: float, steps: int) -> Found:
         AutoSyncError: links cannot be emulated, or a rank failed.
     """
     settings, load, clock = settings_of(pair), os.getloadavg()[0], Clock()
-    with running_jobs(settings, 2 * seconds + 60) as jobs:
+    # The threads end last: the end of the processes ends their jobs.
+    with ThreadPoolExecutor(2) as threads, two_jobs(settings, 4 * seconds + 60) as (ddp, ours):
         clock.took("processes")
-        screened = {name: statistics.median(jobs.ddp(name, SCREENED)[0]) for name in DDP}
-        best = min(screened, key=screened.__getitem__)
+        screened = screen(ddp)
+        best = min(screened, key=lambda name: min(screened[name]))
         clock.took("all of DDP")
-        before, start = jobs.ddp(best, MEASURED)
-        clock.took("DDP before")
-        # The job after AutoSync's takes as long as the one before; links are measured and plans searched in some 10 s.
-        left = seconds - clock.seconds["all"] - clock.seconds["DDP before"] - 10
-        ours = jobs.train("autosync", min(steps, max(LEAST, int(left / screened[best]))), OURS)[0]
-        clock.took("AutoSync")
-        after, start_after = jobs.ddp(best, MEASURED)
-        clock.took("DDP after")
-    own_start = ours["seconds"] - sum(ours["steps"][1:])
+        # Links are measured and plans searched in some 15 s.
+        left = (seconds - clock.seconds["all"] - 15) / 2
+        slices = min(steps, max(LEAST, int(left / min(screened[best])))) // SLICE
+        ddp.start(threads, "ddp", slices * SLICE, DDP[best], SLICE)
+        ours.start(threads, "autosync", slices * SLICE, OURS, SLICE)
+        clock.took("start")
+        for number in range(slices):
+            for job in (ddp, ours) if number % 2 == 0 else (ours, ddp):
+                job.turn()
+        theirs, own = ddp.end(), ours.end()
+        clock.took("turns")
     return Found(
         pair=pair,
-        fastest=jobs.fastest,
+        fastest=fastest_of(make_cluster(TrainingSettings.parse(settings), None)),
         size=size_of(settings),
         screened=screened,
         ddp=best,
-        ddp_steps=before + after,
-        steps=ours["steps"],
-        plans=ours["plans"],
-        start=own_start - statistics.mean([start, start_after]),
-        report=ours["report"],
-        load=load,
+        ddp_steps=theirs["steps"],
+        steps=own["steps"],
+        plans=own["plans"],
+        cpu=own["cpu"],
+        ddp_cpu=theirs["cpu"],
+        slice=SLICE,
+        start=own["start"] - theirs["start"],
+        report=own["report"],
+        load=[load, os.getloadavg()[0]],
         took=clock.seconds,
     )
 
@@ -296,10 +387,11 @@ class Clock:
 def table(found: Iterable[Found]) -> Table:
     """The table that the module's docstring explains."""
     made = Table(title="jobs that tune themselves, without a cluster file")
-    names = ("cluster:model", "fastest", "MB", "DDP", "of", "at the end", "speedup", "all steps", "worst", "first plan")
-    for name in (*names, "trials", "trials cost", "start", "steps"):
+    names = ("cluster:model", "fastest", "MB", "DDP", "of", "at the end", "speedup", "CPU", "all steps")
+    for name in (*names, "worst", "first plan", "trials", "trials cost", "start", "steps", "load"):
         made.add_column(name, justify="left" if name in ("cluster:model", "of") else "right")
     for one in found:
+        speedup, slices = one.speedup
         made.add_row(
             one.pair,
             f"{8e-6 * one.fastest:.0f} Mbit/s",
@@ -307,21 +399,23 @@ def table(found: Iterable[Found]) -> Table:
             f"{1e3 * one.ddp_step:.0f} ms",
             one.ddp,
             f"{1e3 * one.final:.0f} ms",
-            f"{one.speedup:.2f}x",
+            f"{speedup.median:.3f} [{speedup.low:.3f}, {speedup.high:.3f}] {slices}",
+            f"{one.processor:.2f}",
             f"{one.all_steps:.2f}",
-            f"{one.worst:.2f} ({max(one.ddp_steps) / one.ddp_step:.2f})",
+            one.worst,
             f"{one.regret:.2f}",
             str(len(one.report["trials"])),
             f"{one.cost:.1%}",
             f"{one.start:.1f} s",
             str(len(one.steps)),
+            ", ".join(f"{load:.0f}" for load in one.load),
         )
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the pairs that the file lacks; returns the number of pairs that failed."""
-    given = {"seconds": "60", "steps": "200", "out": "tuning_inside.jsonl"}
+    given = {"seconds": "150", "steps": "300", "out": "tuning_inside.jsonl"}
     named = [argument for argument in arguments if "=" in argument]
     pairs = [argument for argument in arguments if argument not in named] or [*PAIRS]
     for key, _, value in (argument.partition("=") for argument in named):
@@ -331,12 +425,13 @@ def main(arguments: Sequence[str]) -> int:
     forked.PRELOADED.append("tests.benchmarks.tuning_inside_calls")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the server of forks
     forked.fork_workers(enter_namespaces=True)
-    console, failed = Console(width=None if sys.stdout.isatty() else 170), 0
+    console, failed = Console(width=None if sys.stdout.isatty() else 200), 0
     with alone(out := Path(given["out"])):
         settings = {"seconds": float(given["seconds"]), "steps": int(given["steps"])}
         file = RunFile(out, FORMAT, "jobs that tune themselves", settings, Found)
         for pair in [each for each in pairs if each not in file.runs]:
             try:
+                console.print(f"{pair} ...", markup=False, highlight=False)
                 file.append(found := measure(pair, settings["seconds"], int(settings["steps"])))
             except AutoSyncError as error:
                 console.print(f"{pair}: {error}", markup=False, highlight=False)

@@ -22,6 +22,7 @@ from lightning_autosync.search.selection import PredictedPlan
 from lightning_autosync.strategy.tuning import job_tuning, proposals
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
+from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.tuner import Tuner
 
 TUNES = TuningSettings(probe=3.0, search=0.2, plans=3, warm_up=1, passes=4, cache=None)
@@ -65,7 +66,7 @@ class Moments:
         if fault is not None and (fault["moment"], fault["count"]) == (moment, self._counts[moment]):
             self._injection.happen()
 
-    def open(self, own: Callable[..., int], *arguments: Any) -> int:
+    def open(self, own: Callable[..., Any], *arguments: Any) -> Any:
         """In place of the method by which a job opens a plan to try it."""
         self.come(OPENING)
         self._opening = True
@@ -124,7 +125,7 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
             (LiveTuner, "after_pass", _after(lambda: moments.come(PASS), LiveTuner.after_pass)),
             (LiveTuner, "_finish", _after(lambda: moments.come(END), LiveTuner._finish)),
             (job_tuning, "find_links", _after(lambda: moments.come(AGAIN), job_tuning.find_links)),
-            (LiveTuner, "_open", _through(moments.open, LiveTuner._open)),
+            (BackgroundOpening, "_run", _through(moments.open, BackgroundOpening._run)),
             (_Connector, "run", _through(moments.connect, _Connector.run)),
             (Tuner, "following", _through(moments.follow, Tuner.following)),
             (proposals, "survey_job", survey),

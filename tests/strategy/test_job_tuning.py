@@ -71,6 +71,13 @@ def test_a_plan_that_a_rank_cannot_open_is_given_up_on_all_ranks(duo) -> None:
         assert all("rank 1" in line and "Training continues with all_reduce" in line for line in told)
 
 
+def test_no_step_waits_until_a_plan_is_open(duo) -> None:
+    for found in duo.run(tuning_jobs.slowly_opened):
+        assert found["longest"] < 0.9
+        assert min(found["during"]) >= 10
+        assert found["trials"] == len(found["during"]) == 1
+
+
 @pytest.mark.slow
 def test_a_job_that_cannot_open_its_first_plan_begins_with_that_of_ddp_and_remembers_nothing(duo, tmp_path) -> None:
     for found in duo.run(tuning_jobs.unopenable, at_first=True, folder=str(tmp_path)):
@@ -127,6 +134,7 @@ def test_links_that_change_are_planned_for_again(duo) -> None:
         assert found["distance"] < 1e-5
         assert found["windows"] > 3
         assert "measured" in found["report"]["links"]
+        assert found["report"]["checks"][0].startswith("links were measured again in ")
         assert "predicted for measured" in found["report"]["reason"]
 
 

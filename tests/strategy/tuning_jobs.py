@@ -77,21 +77,26 @@ def compare(model: str, strategy: dict[str, Any] | None = None, **arguments: Any
     """How far a job that tunes itself ends from DDP, and how often it switched."""
     with counted_switches() as switches:
         options = {"cluster": PAIR.to_dict(), "tuning": SHORT, **(strategy or {})}
-        found = jobs.compare(model, strategy=options, max_epochs=6, **arguments)
+        found = jobs.compare(model, strategy=options, max_epochs=12, **arguments)
     return {**found, "switches": len(switches)}
 
 
 @contextmanager
 def scripted_switches(every: int) -> Iterator[list[int]]:
-    """The plans that were switched to, while the context is open: another one after so many passes, drawn at random."""
+    """The plans that were switched to, while the context is open.
+
+    After each ``every`` passes with a plan, another one is opened, drawn at random, and used as soon as it is open.
+    """
     drawn = Random(0)
 
     def following(self: Tuner) -> int:
+        if self._opened:
+            assert self._trying is not None
+            self.present, self._trying, self._opened = self._trying, None, False
         asked = vars(self)["asked"] = vars(self).get("asked", -1) + 1
-        if asked % every == 0:
-            others = [index for index in range(len(self._candidates)) if index != vars(self).get("scripted", 0)]
-            vars(self)["scripted"] = drawn.choice(others) if asked else 0
-        return int(vars(self)["scripted"])
+        if asked % every == every - 1 and self._trying is None:
+            self._trying = drawn.choice([index for index in range(len(self._candidates)) if index != self.present])
+        return self.present
 
     with (
         mock.patch.object(Tuner, "following", following),
@@ -165,7 +170,7 @@ def _train_with_fabric(strategy: Any) -> nn.Module:
     torch.manual_seed(3)
     module = models.Plain()
     wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    for _ in range(6):
+    for _ in range(12):
         for inputs, labels in fabric.setup_dataloaders(models.loader()):
             F.cross_entropy(wrapped(inputs), labels).backward()
             optimizer.step()
@@ -194,19 +199,22 @@ def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
         folder: directory of the memory.
     """
     opening, logged = [False], list[str]()
-    connect, open_engine, order = _Connector.run, ExactReplica._open, proposals.order_plans
+    connect, order = _Connector.run, proposals.order_plans
 
     def refuse(self: _Connector, targets: Any) -> Any:
         if opening[0] and dist.get_rank() == 1:
             raise ExchangeError("the network is down")
         return connect(self, targets)
 
-    def spy(self: ExactReplica, *arguments: Any) -> Any:
-        opening[0] = True
-        try:
-            return open_engine(self, *arguments)
-        finally:
-            opening[0] = False
+    def spied(method: Any) -> Any:
+        def spy(self: ExactReplica, *arguments: Any, **options: Any) -> Any:
+            opening[0] = True
+            try:
+                return method(self, *arguments, **options)
+            finally:
+                opening[0] = False
+
+        return spy
 
     def reorder(*arguments: Any) -> Proposals:
         plans = sorted(order(*arguments).plans, key=lambda each: each.native != (not at_first))
@@ -216,7 +224,8 @@ def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
     strategy = AutoSyncStrategy(cluster=PAIR, tuning=tuning, timeout=timedelta(seconds=4))
     with (
         mock.patch.object(_Connector, "run", refuse),
-        mock.patch.object(ExactReplica, "_open", spy),
+        mock.patch.object(ExactReplica, "_open", spied(ExactReplica._open)),
+        mock.patch.object(ExactReplica, "_reserve", spied(ExactReplica._reserve)),
         mock.patch.object(proposals, "order_plans", reorder),
         mock.patch.object(live, "rank_zero_info", logged.append),
         mock.patch.object(job_tuning, "TRIAL_CONNECT_TIMEOUT", 0.5),
@@ -226,6 +235,34 @@ def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
     report = strategy.report()
     assert report is not None
     return {"distance": jobs.distance(ours, theirs), "logged": logged, "report": report.to_dict()}
+
+
+def slowly_opened() -> dict[str, Any]:
+    """What the steps of a job take whose plans open slowly, and how many steps it makes meanwhile."""
+    reserve, steps, during = ExactReplica._reserve, list[float](), list[int]()
+    after_pass, last = LiveTuner.after_pass, [time.perf_counter()]
+
+    def open_slowly(self: ExactReplica, *arguments: Any) -> Any:
+        before = len(steps)
+        time.sleep(1.0)
+        during.append(len(steps) - before)
+        return reserve(self, *arguments)
+
+    def note(self: LiveTuner) -> str:
+        reason = after_pass(self)
+        steps.append(time.perf_counter() - last[0])
+        last[0] = time.perf_counter()
+        return reason
+
+    with (
+        mock.patch.object(ExactReplica, "_reserve", open_slowly),
+        mock.patch.object(LiveTuner, "after_pass", note),
+    ):
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=1))
+        jobs.fit("Plain", strategy, max_epochs=60)
+    report = strategy.report()
+    assert report is not None
+    return {"longest": max(steps[1:]), "during": during, "trials": len(report.trials)}
 
 
 def divided() -> str:

@@ -20,6 +20,8 @@ on emulated links: 2 to 4 percentage points closer to the bound than with 25 MiB
 
 DDP_BUCKET = 25 * MIB
 """Bytes of a message in all other cases, as in DDP."""
+DDP_BUCKETS = "DDP's buckets"
+"""Name of the sizes of messages that DDP has by default."""
 
 NATIVE_SECONDS = 0.05
 """Duration of a native all-reduce for which messages are sized on slow links. Smaller messages start earlier, but each

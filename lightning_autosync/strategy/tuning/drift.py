@@ -16,7 +16,10 @@ UNLIKE = 0.25
 LEAST_CHANGE = 0.005
 """Seconds of such a change. Smaller ones are noise, and would not repay the seconds of a measurement."""
 _CONFIRMED = 2
-"""Windows in a row that have to show a change. The number doubles with each change that the links do not explain."""
+"""Windows in a row that have to show a change, at least. It doubles with each change that the links do not explain."""
+_EVIDENCE = 1.0
+"""Sum of the relative changes of these windows, at least. A small change has to last longer than a large one, because
+the speed of busy machines also drifts, and a measurement of the links pauses training for seconds."""
 _SPOT = 10
 """Windows until links are measured again after a change. The number doubles each time."""
 
@@ -39,7 +42,7 @@ class DriftWatch:
         self._first: list[PassTimes] = []
         self._usual: PassTimes | None = None
         self._confirmed = _CONFIRMED << max(0, changes - 1)
-        self._strikes = 0
+        self._strikes: list[float] = []
         self._windows = 0
         self._spot = _SPOT << (changes - 1) if changes else 0
 
@@ -55,10 +58,10 @@ class DriftWatch:
         change = window.period - self._usual.period - (window.compute - self._usual.compute)
         relative = change / self._usual.period
         counts = abs(relative) > CHANGED and abs(change) > LEAST_CHANGE
-        self._strikes = self._strikes + 1 if counts else 0
-        if self._strikes == self._confirmed:
+        self._strikes = [*self._strikes, relative] if counts else []
+        if len(self._strikes) >= self._confirmed and abs(sum(self._strikes)) >= _EVIDENCE:
             # If the links have changed, a new watch begins. Otherwise this is the new usual time.
-            self._usual, self._first, self._strikes = None, [], 0
+            self._usual, self._first, self._strikes = None, [], []
             self._confirmed *= 2
             return f"steps wait {abs(relative):.0%} {'longer' if relative > 0 else 'less'} than before"
         if self._spot and self._windows >= self._spot:

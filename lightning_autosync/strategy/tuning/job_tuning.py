@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Container
 from dataclasses import replace
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +14,7 @@ from torch import nn
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
+from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import Schedule, compile_plan
@@ -21,6 +24,7 @@ from lightning_autosync.strategy.resolution import Resolution, fall_back, memory
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
+from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.preparation import Preparation, prepare, remember
 from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
@@ -28,7 +32,7 @@ from lightning_autosync.strategy.tuning.report import MeasuredSteps, TrialReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
 
 TRIAL_CONNECT_TIMEOUT = 10.0
-"""Seconds in which ranks must connect for a plan that is tried: training waits for that."""
+"""Seconds in which ranks must connect for a plan that is tried, or for the first one after links have changed."""
 
 
 class JobTuning:
@@ -67,10 +71,12 @@ class JobTuning:
         self._tuner: LiveTuner | None = None
         self._changes = self._plan_changes = 0
         self._fell_back = False
+        self._control: dist.ProcessGroup | None = None
         self._meter: StepMeter | None = None
         self._recorder: Recorder | None = None
         self._schedules: list[Schedule] = []
         self._trials: list[TrialReport] = []
+        self._checks: list[str] = []
         self._ended = "no other plan is tried"
 
     @property
@@ -117,12 +123,16 @@ class JobTuning:
             f"{resolution.workload.bytes / 1e6:.3g} MB): {resolution.reason}"
         )
 
-    def start(self, open_engine: Callable[..., Engine], use: Callable[[Engine], None]) -> Engine:
+    def start(
+        self, open_engine: Callable[..., Engine], reserve: Callable[..., Resources], use: Callable[[Engine], None]
+    ) -> Engine:
         """Open the engine of the chosen plan, and begin to try other plans, if there are any; collective.
 
         Args:
             open_engine: opens an engine for a schedule; collective. Its second argument, which may be left out,
-                limits the seconds in which ranks connect.
+                limits the seconds in which ranks connect. With its third one, resources, only an engine is made.
+            reserve: opens the resources of an engine, on another thread, for a schedule, with the seconds in which
+                ranks connect, and with a process group that nothing else uses; collective.
             use: lets an engine synchronize the following passes.
 
         Returns:
@@ -140,6 +150,7 @@ class JobTuning:
         assert self._preparation is not None
         # Compiled now, so that no step has to wait for it.
         self._schedules = [compile_plan(each.plan, found.workload, found.cluster) for each in found.alternatives]
+        self._control = dist.new_group(timeout=timedelta(seconds=self._settings.timeout))
         # Likewise: so many new objects let Python soon collect its garbage, which would take a step up to 0.5 s.
         gc.collect()
 
@@ -150,7 +161,8 @@ class JobTuning:
         self._tuner = LiveTuner(
             found.alternatives,
             engine,
-            lambda index: open_engine(self._schedules[index], TRIAL_CONNECT_TIMEOUT),
+            BackgroundOpening(lambda index: reserve(self._schedules[index], TRIAL_CONNECT_TIMEOUT, self._control)),
+            lambda index, resources: open_engine(self._schedules[index], resources=resources),
             use_plan,
             self._settings.tuning,
             self._group,
@@ -253,6 +265,7 @@ class JobTuning:
             candidates=[(each.name, each.predicted) for each in found.alternatives],
             trials=trials,
             tuning=self._ended if tuner is None else tuner.state,
+            checks=self._checks,
             resolution=found,
             constants=self._constants,
             measured=self._measured(),
@@ -280,6 +293,9 @@ class JobTuning:
             self._tuner.close()
             self._resolution = replace(self.resolution, alternatives=self._tuner.alternatives)
             self._tuner = None
+        if self._control is not None:
+            dist.destroy_process_group(self._control)
+            self._control = None
         self._recorder = None
 
     def _prepare(self, also: Container[nn.Parameter]) -> Preparation | None:
@@ -303,12 +319,14 @@ class JobTuning:
         tuning = self._settings.tuning
         assert tuning is not None
         assert self.links is not None
+        begin = time.monotonic()
         found = find_links(None, *self._shape, tuning.probe, self._settings.timeout)
         changes = [] if found.fault else changed_links(self.links.cluster, found.cluster)
-        rank_zero_info(
-            f"AutoSync: links were measured again, because {reason}. "
+        self._checks.append(
+            f"links were measured again in {time.monotonic() - begin:.1f} s, because {reason}. "
             + (" ".join(changes) or found.fault or "They have not changed.")
         )
+        rank_zero_info(f"AutoSync: {self._checks[-1]}")
         if changes:
             self.links, self._changes = found, self._changes + 1
         return bool(changes)

@@ -12,12 +12,14 @@ import torch.distributed as dist
 
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
+from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder, StepTrace
 from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.memory import StepTime
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.tuning.drift import WINDOW, DriftWatch, median_times
+from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, OwnTimes, PassTimes
 from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.report import TrialReport
@@ -51,14 +53,15 @@ class Alternative:
 class LiveTuner:
     """Runs the tuner of one job: it measures passes, opens the engines of candidates and switches between them.
 
+    A candidate is opened on a thread while the present plan synchronizes passes, and tried once all ranks have it open.
     The engine of the present plan stays open beside the candidate's, so that a switch costs nothing. Both have buffers
     for all gradients, but only one of them synchronizes a pass. After tuning, it watches whether links change.
 
     Args:
         alternatives: the plans; the first one is in use.
         engine: the engine of the first plan.
-        start: makes an engine for one of the plans; collective. A plan for which it raises `OpeningError` on every rank
-            is given up.
+        opening: opens the resources of the plans. A plan for which it raises `OpeningError` on every rank is given up.
+        make: makes the engine of one of the plans, which is open.
         use: lets the engine of one of the plans synchronize the following passes.
         settings: settings of the tuning.
         group: the ranks; None is the default group.
@@ -76,7 +79,8 @@ class LiveTuner:
         self,
         alternatives: Sequence[Alternative],
         engine: Engine,
-        start: Callable[[int], Engine],
+        opening: BackgroundOpening,
+        make: Callable[[int, Resources], Engine],
         use: Callable[[int, Engine], None],
         settings: TuningSettings,
         group: dist.ProcessGroup | None,
@@ -85,7 +89,7 @@ class LiveTuner:
     ) -> None:
         self._alternatives = list(alternatives)
         self._engines = {0: engine}
-        self._start, self._use = start, use
+        self._opening, self._make, self._use = opening, make, use
         self._own, self._times = OwnTimes(), AgreedTimes(group)
         candidates = [_candidate(each) for each in alternatives]
         self._tuner = Tuner(
@@ -193,6 +197,7 @@ class LiveTuner:
         if self._prices is not None:
             self._prices.stop()
         self._times.forget()
+        self._opening.close()
         if self._tuner.present in self._engines:
             self._switch(self._tuner.present)
         for index in [each for each in self._engines if each != self._used]:
@@ -206,13 +211,15 @@ class LiveTuner:
             self._reprice(agreed)
             # While rank 0 waits for predictions, passes take longer than the plan needs.
             self._tuner.record(agreed.period if priced else math.nan)
-            for trial in self.trials[known:]:
-                rank_zero_info(f"AutoSync: {trial}")
+            for trial in self._tuner.trials[known:]:
+                rank_zero_info(f"AutoSync: {self._report_of(trial)}")
             if self._chosen[-1] == _END:  # all ranks have agreed on that
                 self._finish()
                 return ""
+        self._open_next()
         self._chosen.append(_END if self._tuner.finished else self._tuner.following())
-        self._times.share(own, self._chosen[-1], self._tuner.present, self._new_prices())
+        opening = self._opening.is_under_way()
+        self._times.share(own, self._chosen[-1], self._tuner.present, self._new_prices(), opening)
         self._follow()
         return ""
 
@@ -256,26 +263,35 @@ class LiveTuner:
 
     def _follow(self) -> None:
         """Let the plan that was chosen for the next pass synchronize it."""
-        plan = self._chosen.popleft()
-        if plan not in self._engines:
-            self._close_others(plan)
-            plan = self._open(plan)
-        self._switch(plan)
+        self._switch(self._chosen.popleft())
 
-    def _open(self, plan: int) -> int:
-        """Open the engine of a candidate; returns the plan for the next pass, the present one if that fails."""
+    def _open_next(self) -> None:
+        """Begin to open the plan that is to be tried, or let it be tried if all ranks have it open."""
+        plan = self._tuner.opening
+        if plan is None:
+            return
+        if self._opening.plan is None:
+            # The last candidate may still synchronize the next pass. It is closed before another one takes memory.
+            if {self._used, *self._chosen} == {self._tuner.present}:
+                self._close_others()
+                self._opening.start(plan)
+        elif not self._times.opening:  # at the end of the last pass, on any rank
+            self._take(plan)
+
+    def _take(self, plan: int) -> None:
+        """Let a plan be tried that was opened."""
         try:
-            self._engines[plan] = self._start(plan)
+            resources = self._opening.take()
         except OpeningError as error:  # on every rank, so all go on alike
             self._tuner.give_up()
-            present = self._tuner.present
-            self._chosen = deque(present if each == plan else each for each in self._chosen)
             rank_zero_info(
                 f"AutoSync: plan {self._alternatives[plan].plan.fingerprint} ({self._alternatives[plan].name}) is not "
                 f"tried, because ranks cannot open it: {error}. Training continues with {self.present.name}."
             )
-            return present
-        return plan
+        else:
+            engine = self._engines[plan] = self._make(plan, resources)
+            engine.enabled = False  # its first pass is a later one
+            self._tuner.opened()
 
     def _switch(self, plan: int) -> None:
         engine = self._engines[plan]
@@ -285,17 +301,17 @@ class LiveTuner:
         for other in self._engines.values():
             other.trace(self._recorder if other is engine else None)
 
-    def _close_others(self, coming: int) -> None:
-        """Close engines that the tuner needs no more, before another one takes memory."""
-        for index in [each for each in self._engines if each not in (coming, self._tuner.present)]:
-            self._engines.pop(index).close()
+    def _close_others(self) -> None:
+        """Close the engines of all plans but the present one."""
+        others = [index for index in self._engines if index != self._tuner.present]
+        self._opening.discard([self._engines.pop(index) for index in others])
 
     def _finish(self) -> None:
         self._ended = True
         self._chosen.clear()
         self._times.forget()
         self._switch(self._tuner.present)
-        self._close_others(self._tuner.present)
+        self._close_others()
         rank_zero_info(f"AutoSync: {self.summary()}")
 
     def summary(self) -> str:

@@ -144,7 +144,7 @@ def _facts(report: TuningReport) -> dict[str, str]:
         "model": f"{workload.name}: {counted(len(workload.variables), 'parameter')}, "
         f"{workload.bytes / 1e6:.1f} MB of gradients",
         "cluster": f"{cluster.name}: {counted(cluster.world_size, 'rank')} on {counted(len(cluster.nodes), 'node')}",
-        "links": report.links or "not needed for the choice",
+        "links": "; ".join([report.links or "not needed for the choice", *report.checks]),
         "tuning": report.tuning,
     }
     if rates:

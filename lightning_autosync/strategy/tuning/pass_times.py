@@ -70,14 +70,23 @@ class AgreedTimes:
 
     Attributes:
         prices: predicted step times, from the exchange that was last taken; empty if no rank had shared any.
+        opening: whether a rank still opened a plan, in that exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.prices: Sequence[float] = ()
+        self.opening = False
         self._under_way: deque[tuple[torch.Tensor, dist.Work, tuple[int, int]]] = deque()
 
-    def share(self, own: PassTimes, choice: int = 0, present: int = 0, prices: Sequence[float] = ()) -> None:
+    def share(
+        self,
+        own: PassTimes,
+        choice: int = 0,
+        present: int = 0,
+        prices: Sequence[float] = (),
+        opening: bool = False,
+    ) -> None:
         """Start an exchange of times and of the next choice; collective.
 
         Args:
@@ -86,10 +95,12 @@ class AgreedTimes:
                 raises if ranks have chosen differently.
             present: number of the plan that is used when nothing is tried; likewise.
             prices: predicted step times, of the same number on all ranks; -inf on ranks that know none.
+            opening: whether this rank still opens a plan.
         """
         # The largest of negated numbers is the negated least, so one all-reduce does for both.
         decided = [choice, present, -choice, -present]
-        numbers = torch.tensor([own.whole, own.unusual, own.compute, *decided, *prices], dtype=torch.float64)
+        times = [own.whole, own.unusual, own.compute]
+        numbers = torch.tensor([*times, *decided, opening, *prices], dtype=torch.float64)
         work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._under_way.append((numbers, work, (choice, present)))
@@ -107,13 +118,14 @@ class AgreedTimes:
         """
         numbers, work, decided = self._under_way.popleft()
         work.wait()
-        whole, unusual, compute, choice, present, least_choice, least_present, *prices = numbers.tolist()
+        whole, unusual, compute, choice, present, least_choice, least_present, opening, *prices = numbers.tolist()
         if (choice, present) != (-least_choice, -least_present):
             raise ExchangeError(
                 f"tuning: ranks chose different plans for the same step ({self._told(decided)}). This is a fault of "
                 "lightning-autosync: train with tuning='off', and report it"
             )
         self.prices = prices if all(map(math.isfinite, prices)) else ()
+        self.opening = bool(opening)
         return PassTimes(whole, unusual, compute)
 
     def _told(self, decided: tuple[int, int]) -> str:

@@ -144,9 +144,9 @@ def _describes(cluster: ClusterSpec | None, entry: TunedPlan) -> bool:
 def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey) -> Preparation:
     """The plan of an earlier job; DDP's plan is tried against it, in case that job was disturbed."""
     expected = entry.evidence.measured.seconds
-    plans = [Alternative(entry.plan, entry.origin, expected, native=entry.origin == NATIVE)]
+    native = builders.build(NATIVE, workload, entry.cluster)
+    plans = [Alternative(entry.plan, entry.origin, expected, native=entry.plan.fingerprint == native.fingerprint)]
     if not plans[0].native:
-        native = builders.build(NATIVE, workload, entry.cluster)
         plans.append(Alternative(native, NATIVE, expected, native=True))
     reason = (
         f"{entry.origin}, which an earlier job found on {entry.written:%Y-%m-%d} ({expected:.3g} s a step "

@@ -17,6 +17,7 @@ from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import MissingPackageError
 from lightning_autosync.plan import Schedule
 from lightning_autosync.replay import Constants
+from lightning_autosync.strategy.tuning.opening import short_turns
 from lightning_autosync.workload import Workload
 
 
@@ -130,7 +131,8 @@ class PlanPrices:
     def _guarded(predict: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
             try:
-                predict()
+                with short_turns():
+                    predict()
             except MissingPackageError:
                 pass  # the reason for the first plan says so
             except Exception as error:  # training does not depend on it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.description import check_cluster
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan.builders.default import DDP_BUCKETS
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.choice import LEAST_GAIN, plans_by_formula
 from lightning_autosync.strategy.settings import StrategySettings
@@ -119,7 +120,7 @@ def propose(
     if "fault" in found:
         rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
         return None, found["fault"]
-    proposals = order_plans(list(map(_alternative, found["plans"])), links)
+    proposals = order_plans(_marked(list(map(_alternative, found["plans"]))), links)
     plans = proposals.plans if tuning.plans else proposals.plans[:1]
     return Proposals(plans, f"{proposals.reason}{found['remark']}"), ""
 
@@ -143,7 +144,7 @@ def search_plans(
         keep=2 * tuning.plans + 1,
         bucket_bytes=bucket_bytes,
     )
-    return [Alternative(each.plan, each.origin, each.seconds, each.origin == NATIVE) for each in ranked]
+    return _marked([Alternative(each.plan, each.origin, each.seconds) for each in ranked])
 
 
 def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tun
         found = search_plans(workload, links, tuning, settings.bucket_bytes)
     except MissingPackageError as error:
         by_formula = plans_by_formula(workload, links.cluster, settings.bucket_bytes)
-        found = [Alternative(each.plan, each.builder, each.seconds, each.builder == NATIVE) for each in by_formula]
+        found = [Alternative(each.plan, each.builder, each.seconds) for each in by_formula]
         found.sort(key=lambda each: each.predicted)
         remark = f". These times are from formulas. {error}"
     plans = [{"plan": each.plan.to_dict(), "seconds": each.predicted, "origin": each.name} for each in found]
@@ -190,12 +191,19 @@ def _first_rank_result(
 SEARCHED = "search"
 """Name of plans that are no builder's."""
 NATIVE = "all_reduce"
-"""Name of DDP's plan, with buckets sized for the links."""
+"""Name of the native all-reduce with messages that are sized for the links."""
+DDP = f"{NATIVE} ({DDP_BUCKETS})"
+"""Name of DDP's plan, if `NATIVE` has other messages than DDP."""
 
 
 def _alternative(found: dict[str, Any]) -> Alternative:
-    plan = SyncPlan.from_dict(found["plan"], source="rank 0's search")
-    return Alternative(plan, found["origin"], found["seconds"], found["origin"] == NATIVE)
+    return Alternative(SyncPlan.from_dict(found["plan"], source="rank 0's search"), found["origin"], found["seconds"])
+
+
+def _marked(plans: Sequence[Alternative]) -> list[Alternative]:
+    """The plans, of which DDP's is marked."""
+    ddp = DDP if any(each.name == DDP for each in plans) else NATIVE
+    return [replace(each, native=each.name == ddp) for each in plans]
 
 
 def order_plans(ranked: Sequence[Alternative], links: JobLinks) -> Proposals:
@@ -205,14 +213,15 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks) -> Proposals:
         ranked: plans as from `search_plans`.
         links: the links for which they were predicted.
     """
-    best, native = ranked[0], next(each for each in ranked if each.native)
-    first = best if native.predicted > LEAST_GAIN * best.predicted else native
+    best, ddp = ranked[0], next(each for each in ranked if each.native)
+    native = next(each for each in ranked if each.name.startswith(NATIVE))
+    first = best if native.predicted > LEAST_GAIN * best.predicted else ddp
     times = f"predicted for {links.told}: {best.predicted:.3g} s to synchronize a step"
     found = "a plan that the search found" if best.name == SEARCHED else best.name
     reason = (
         f"{found}, {times}, and {native.predicted:.3g} s with a native all-reduce"
         if first is best
-        else f"fused native all-reduce, because no plan is predicted more than 5% faster ({times} with {found}, "
-        f"{native.predicted:.3g} s with the native all-reduce)"
+        else f"DDP's fused native all-reduce, because no plan is predicted more than 5% faster than a native "
+        f"all-reduce ({times} with {found}, {native.predicted:.3g} s with {native.name})"
     )
     return Proposals([first, *(each for each in ranked if each is not first)], reason)

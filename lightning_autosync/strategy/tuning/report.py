@@ -75,6 +75,7 @@ class TuningReport:
         candidates: names of the plans that could be tried, with their predicted seconds.
         trials: comparisons so far.
         tuning: state of the tuning in words.
+        checks: later measurements of the links, for which training paused: why, and what they found.
         resolution: the plan with its workload and cluster, for pages.
         constants: costs of the hosts, for predictions on pages.
         measured: measured steps, for pages; None if no steps were measured.
@@ -89,6 +90,7 @@ class TuningReport:
     resolution: Resolution = field(repr=False, compare=False)
     constants: Constants = field(repr=False, compare=False)
     measured: MeasuredSteps | None = field(default=None, repr=False, compare=False)
+    checks: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, without ``resolution``, ``constants`` and ``measured``."""
@@ -99,6 +101,7 @@ class TuningReport:
             "candidates": list(self.candidates),
             "trials": [asdict(trial) for trial in self.trials],
             "tuning": self.tuning,
+            "checks": list(self.checks),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -117,6 +120,6 @@ class TuningReport:
         lines = [f"plan {self.plan}: {self.reason}"]
         if self.links:
             lines.append(f"links: {self.links}")
-        lines += map(str, self.trials)
+        lines += [*map(str, self.trials), *self.checks]
         lines.append(f"tuning: {self.tuning}")
         return "\n".join(lines)

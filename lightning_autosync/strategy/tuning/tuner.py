@@ -21,6 +21,9 @@ KIND_SPREAD, OWN_SPREAD = 0.1, 0.08
 all plans of a kind have in common, before any was measured, and of each plan's own part."""
 _LARGEST_ERROR = 3 * KIND_SPREAD
 """Largest error of a prediction that counts for other plans of its kind."""
+_CLEARLY_SLOWER, _CLEAR_LOSSES = 1.1, 2
+"""A plan that takes this multiple of the present plan's time is clearly slower. After so many of one kind, no other
+plan of that kind is tried: its predictions do not hold on these hosts."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Tuner:
 
     The first candidate is the present plan at the beginning. All ranks give their tuner the same times, so all decide
     alike. Times may arrive some passes late: `record` takes them in the order in which `following` chose the plans.
+    The caller opens a candidate while the present plan goes on (see `opening`), and then calls `opened` or `give_up`.
 
     Args:
         candidates: the plans.
@@ -98,10 +102,12 @@ class Tuner:
         self._awaited: deque[int | None] = deque()
         self._known: list[float] = []
         self._trying: int | None = None
+        self._opened = False
         self._given_up = self._tried = 0
         self._contest: Contest | None = None
         self._turn = 0
         self._kind_errors: list[float] = []
+        self._clear_losses = {False: 0, True: 0}
         self.present = 0
         self.trials: list[Trial] = []
         self.finished = ""
@@ -112,14 +118,23 @@ class Tuner:
         return self._trying
 
     @property
+    def opening(self) -> int | None:
+        """Index of the candidate that is to be opened, so that it can be tried; None if there is none."""
+        return None if self._opened else self._trying
+
+    def opened(self) -> None:
+        """Try the candidate that was to be opened."""
+        self._opened = True
+
+    @property
     def usual_seconds(self) -> float:
         """Median seconds of a pass with the present plan; NaN before any was recorded."""
         return statistics.median(self._known) if self._known else math.nan
 
     def following(self) -> int:
         """Choose the plan for the next pass; returns its index."""
-        plan, counts = self.present, True
-        if self._trying is not None:
+        plan, counts = self.present, self.opening is None  # the work of opening a plan disturbs passes
+        if self._trying is not None and self._opened:
             # The candidate's first pass does not count: its buffers and connections are new.
             counts = self._turn > 0
             plan = self._trying if not counts or candidates_turn(self._turn - 1) else self.present
@@ -175,7 +190,7 @@ class Tuner:
         return others
 
     def give_up(self) -> None:
-        """End the present trial without an outcome, because its plan cannot synchronize a pass."""
+        """End the present trial without an outcome, because its plan cannot be opened."""
         self._trying, self._contest = None, None
         self._given_up += 1
 
@@ -184,7 +199,7 @@ class Tuner:
         while self._left and self._tried < self._plans:
             candidate = self._left.pop(0)
             if self._is_worth_trying(candidate):
-                self._trying, self._turn = candidate, 0
+                self._trying, self._turn, self._opened = candidate, 0, False
                 self._tried += 1
                 self._contest = Contest(self._passes, self._known)
                 return
@@ -203,6 +218,7 @@ class Tuner:
         self.trials.append(Trial(self._trying, self.present, accepted, contest.seconds, contest.passes))
         predicted = self._candidates[self._trying].predicted / self._candidates[self.present].predicted
         if sign := self._kind_sign(self._trying):
+            self._clear_losses[self._candidates[self._trying].native] += contest.ratio > _CLEARLY_SLOWER
             error = math.log(contest.ratio / predicted)
             # A single plan may be far worse than all others of its kind.
             self._kind_errors.append(sign * max(-_LARGEST_ERROR, min(error, _LARGEST_ERROR)))
@@ -218,6 +234,8 @@ class Tuner:
         mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted)
         variance = OWN_SPREAD**2
         if sign := self._kind_sign(candidate):
+            if self._clear_losses[self._candidates[candidate].native] >= _CLEAR_LOSSES:
+                return False
             # What trials told of the difference between the two kinds: the mean and variance of a normal posterior.
             known = 1 / (KIND_SPREAD**-2 + len(self._kind_errors) / variance)
             mean += sign * sum(self._kind_errors) / variance * known

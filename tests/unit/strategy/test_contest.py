@@ -62,6 +62,8 @@ def drive(tuner: Tuner, seconds: list[float], passes: int, lag: int = 1, noise: 
     chosen: list[int] = []
     recorded = 0
     for _ in range(passes):
+        if tuner.opening is not None:
+            tuner.opened()
         chosen.append(tuner.following())
         while len(chosen) - recorded > lag:
             tuner.record(seconds[chosen[recorded]] * math.exp(rng.gauss(0, noise)))
@@ -129,6 +131,19 @@ def test_each_plan_has_half_of_the_turns_after_one_pass_that_does_not_count() ->
     assert turns[:4] != turns[4:8] or turns[4:8] != turns[8:12]
 
 
+def test_a_candidate_is_tried_once_it_is_open_and_passes_before_do_not_count() -> None:
+    tuner = Tuner([Candidate("first", 0.1), Candidate("second", 0.1)], warm_up=1, passes=4)
+    while tuner.opening is None:
+        assert tuner.following() == 0
+        tuner.record(0.1)
+    for _ in range(20):
+        assert tuner.following() == 0
+        tuner.record(9.9)
+    tuner.opened()
+    assert drive(tuner, [0.1, 0.05], 20)[0] == 1
+    assert tuner.trials[0].seconds == (0.1, 0.05)
+
+
 def test_passes_that_do_not_count_are_left_out() -> None:
     tuner = Tuner([Candidate("first", 0.1), Candidate("second", 0.1)], warm_up=1)
     for _ in range(30):
@@ -158,12 +173,12 @@ def test_a_plan_that_cannot_be_opened_is_no_trial_and_the_next_one_is_tried() ->
     tuner = Tuner([Candidate("present", 1.0), Candidate("closed", 0.5), Candidate("open", 0.5)], warm_up=1, passes=8)
     chosen = []
     for _ in range(60):
-        plan = tuner.following()
-        if plan == 1:
+        if tuner.opening == 1:
             tuner.give_up()
-            plan = 0
-        chosen.append(plan)
-        tuner.record(0.5 if plan == 2 else 1.0)
+        elif tuner.opening == 2:
+            tuner.opened()
+        chosen.append(tuner.following())
+        tuner.record(0.5 if chosen[-1] == 2 else 1.0)
     assert 1 not in chosen
     assert [trial.candidate for trial in tuner.trials] == [2]
     assert tuner.present == 2
@@ -173,8 +188,9 @@ def test_a_plan_that_cannot_be_opened_is_no_trial_and_the_next_one_is_tried() ->
 def test_tuning_whose_plans_cannot_be_opened_says_so() -> None:
     tuner = Tuner([Candidate(name, 1.0, always=True) for name in ("present", "one", "other")], warm_up=1)
     while not tuner.finished:
-        if tuner.following():
+        if tuner.opening is not None:
             tuner.give_up()
+        assert tuner.following() == 0
         tuner.record(1.0)
     assert tuner.finished == "there is no other plan to try; ranks could not open 2 plans"
     assert tuner.trials == []

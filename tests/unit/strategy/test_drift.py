@@ -19,12 +19,18 @@ def watch(times: Iterable[tuple[float, float]], changes: int = 0) -> list[int]:
     return [number for number, each in enumerate(windows) if drift.record(each)]
 
 
-def test_a_longer_wait_is_noticed_after_two_windows() -> None:
-    assert watch([(0.1, 0.1)] * 10 + [(0.1, 0.2)] * 2) == [11]
+def test_a_wait_that_doubles_a_pass_is_noticed_after_two_windows() -> None:
+    assert watch([(0.1, 0.1)] * 10 + [(0.1, 0.3)] * 2) == [11]
 
 
-def test_a_shorter_wait_is_noticed_after_two_windows() -> None:
-    assert watch([(0.1, 0.2)] * 10 + [(0.1, 0.1)] * 2) == [11]
+@pytest.mark.parametrize(("wait", "windows"), [(0.145, 5), (0.13, 7), (0.055, 5)])
+def test_a_smaller_change_of_the_wait_has_to_last_longer(wait: float, windows: int) -> None:
+    assert watch([(0.1, 0.1)] * 10 + [(0.1, wait)] * windows) == [9 + windows]
+    assert watch([(0.1, 0.1)] * 10 + ([(0.1, wait)] * (windows - 1) + [(0.1, 0.1)]) * 10) == []
+
+
+def test_changes_in_both_directions_are_no_change() -> None:
+    assert watch([(0.1, 0.1)] * 10 + [(0.1, 0.145), (0.1, 0.055)] * 20) == []
 
 
 def test_slower_computation_is_no_change_of_the_links() -> None:
@@ -45,7 +51,7 @@ def test_a_change_of_a_millisecond_is_no_change_of_the_links() -> None:
 
 
 def test_changes_that_links_do_not_explain_are_noticed_ever_later() -> None:
-    found = watch([(0.1, 0.1)] * 4 + [(0.1, 0.3)] * 20 + [(0.1, 0.1)] * 30 + [(0.1, 0.3)] * 40)
+    found = watch([(0.1, 0.1)] * 4 + [(0.1, 0.5)] * 20 + [(0.1, 0.1)] * 30 + [(0.1, 0.5)] * 40)
     assert [found[0], len(found)] == [5, 3]
     assert found[1] - 24 == 3
     assert found[2] - 54 == 7

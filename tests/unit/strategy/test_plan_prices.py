@@ -119,9 +119,22 @@ def test_a_job_that_tries_no_plans_has_the_first_one_alone(plans: int, monkeypat
     assert (len(found.plans) == 1) == (plans == 0)
 
 
+@pytest.mark.parametrize(("searched", "first"), [(0.97, proposals.DDP), (0.9, "search")])
+def test_a_job_begins_with_the_buckets_of_ddp_if_no_plan_is_much_faster(searched: float, first: str) -> None:
+    """Also where smaller buckets are predicted to be a little faster: it never begins slower than DDP."""
+    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
+    prices = {"search": searched, proposals.NATIVE: 1.0, proposals.DDP: 1.04}
+    ranked = proposals._marked([proposals.Alternative(plan, name, seconds) for name, seconds in prices.items()])
+    found = proposals.order_plans(ranked, proposals.JobLinks(PAIR, Constants())).plans
+    assert found[0].name == first
+    assert [each.name for each in found if each.native] == [proposals.DDP]
+
+
 def drive(tuner: Tuner, seconds: list[float], passes: int) -> set[int]:
     used = set()
     for _ in range(passes):
+        if tuner.opening is not None:
+            tuner.opened()
         plan = tuner.following()
         used.add(plan)
         tuner.record(seconds[plan])
@@ -156,6 +169,14 @@ def test_one_plan_that_fails_does_not_speak_against_all_of_its_kind() -> None:
     tuner = Tuner(candidates, warm_up=1, passes=8)
     drive(tuner, [1.0, 5.0, *[0.85] * 4], 300)
     assert tuner.present == 2
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(1.2, 2), (1.05, 5)])
+def test_two_plans_of_a_kind_that_are_clearly_slower_speak_against_the_others(seconds: float, tried: int) -> None:
+    candidates = [Candidate("present", 1.0, native=True), *(Candidate(f"trees {n}", 0.6) for n in range(5))]
+    tuner = Tuner(candidates, warm_up=1, passes=8)
+    drive(tuner, [1.0, *[seconds] * 5], 300)
+    assert len(tuner.trials) == tried
 
 
 def test_trials_correct_the_predictions_of_plans_of_their_kind_only() -> None:

@@ -1,0 +1,113 @@
+"""Plans are opened and closed beside the steps, in order, and errors reach the training."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+
+from lightning_autosync.errors import ExchangeError, OpeningError
+from lightning_autosync.strategy.tuning.opening import BackgroundOpening, short_turns
+
+
+class Resources:
+    """Resources that note when they are closed."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def close(self) -> None:
+        self._log.append(f"closed {self.name}")
+
+    def release(self) -> Resources:
+        self._log.append(f"released {self.name}")
+        return self
+
+
+def opening_of(reserve: Callable[[int], Any]) -> BackgroundOpening:
+    return BackgroundOpening(reserve)
+
+
+def settled(opening: BackgroundOpening) -> BackgroundOpening:
+    assert opening._resources is not None
+    wait([opening._resources], 10.0)
+    return opening
+
+
+def test_the_caller_goes_on_while_a_plan_is_opened() -> None:
+    go = threading.Event()
+
+    def reserve(plan: int) -> str:
+        assert go.wait(10.0)
+        return f"plan {plan} on {threading.current_thread().name}"
+
+    opening = opening_of(reserve)
+    opening.start(3)
+    assert opening.is_under_way()
+    assert opening.plan == 3
+    go.set()
+    assert not settled(opening).is_under_way()
+    assert str(opening.take()).startswith("plan 3 on autosync-opening")
+    assert opening.plan is None
+    opening.close()
+
+
+def test_what_is_not_needed_is_closed_before_the_next_plan_is_opened() -> None:
+    log: list[str] = []
+
+    def reserve(plan: int) -> Resources:
+        log.append(f"opened {plan}")
+        return Resources(str(plan), log)
+
+    opening, engine = opening_of(reserve), Resources("loser", log)
+    opening.discard([engine])  # type: ignore[list-item]
+    opening.start(1)
+    settled(opening)
+    assert log == ["released loser", "closed loser", "opened 1"]
+    opening.close()
+    assert log[3:] == ["closed 1"]
+
+
+def test_a_plan_that_no_rank_can_open_is_told_when_it_is_taken() -> None:
+    def reserve(_: int) -> Any:
+        raise OpeningError("rank 1: no memory")
+
+    opening = opening_of(reserve)
+    opening.start(1)
+    assert not settled(opening).is_under_way()
+    with pytest.raises(OpeningError, match="no memory"):
+        opening.take()
+    opening.close()
+
+
+def test_another_error_is_told_at_once_because_other_ranks_may_wait() -> None:
+    def reserve(_: int) -> Any:
+        raise ExchangeError("rank 1 is lost")
+
+    opening = opening_of(reserve)
+    opening.start(1)
+    with pytest.raises(ExchangeError, match="lost"):
+        settled(opening).is_under_way()
+    opening.close()
+
+
+def test_an_error_of_closing_is_told_at_the_end() -> None:
+    class Broken(Resources):
+        def close(self) -> None:
+            raise OSError("a test says so")
+
+    opening = opening_of(lambda plan: None)
+    opening.discard([Broken("one", [])])  # type: ignore[list-item]
+    with pytest.raises(OSError, match="a test says so"):
+        opening.close()
+
+
+def test_threads_take_short_turns_within_the_context_only() -> None:
+    usual = sys.getswitchinterval()
+    with short_turns():
+        assert sys.getswitchinterval() <= 0.001
+    assert sys.getswitchinterval() == pytest.approx(usual)
