@@ -21,6 +21,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 """Integers by their bytes."""
 _SCANNED_BYTES = 4 * 2**20
 """Bytes of a table that are searched at once. The indices of words that are not zero take up to four times as many."""
+_MANY_TOUCHED = 1 / 16
+"""Share of rows with a first element from which the others are copied before their search: fewer are found as fast."""
 
 
 class MessageGradients(ABC):
@@ -301,7 +303,7 @@ class RowGradients(MessageGradients):
         else:
             table = gradient.reshape(self.message.rows, self._width)
             indices = touched_rows(table)
-            values = table[indices]
+            values = table.index_select(0, indices)
         self._own = Rows(indices, values * self._share, gradients=1)
 
     def start(self) -> None:
@@ -401,17 +403,33 @@ def touched_rows(table: Tensor) -> Tensor:
     """Ascending indices of the rows of ``table`` [rows, width] with an element that is not zero."""
     if table.device.type != "cpu" or not table.is_contiguous():
         return table.any(dim=1).nonzero().view(-1)
+    length = max(1, _SCANNED_BYTES // max(1, table.shape[1] * table.itemsize))
+    found = [_touched_in(table[start : start + length]) + start for start in range(0, len(table), length)]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+
+
+def _touched_in(block: Tensor) -> Tensor:
+    """`touched_rows` of a contiguous part of a table on the CPU."""
+    if not block.shape[1]:
+        return torch.zeros(0, dtype=torch.int64)
+    # In almost all touched rows the first element is not zero already. Only the other rows are searched as a whole.
+    touched = block[:, 0] != 0
+    if int(touched.sum()) < _MANY_TOUCHED * len(block):
+        return _search(block)
+    others = touched.logical_not().nonzero().view(-1)
+    touched[others[_search(block[others])]] = True
+    return touched.nonzero().view(-1)
+
+
+def _search(block: Tensor) -> Tensor:
+    """`touched_rows` of a contiguous table on the CPU, fast if only few are touched."""
     # `any` on each row reads the table many times slower than `nonzero` reads it as long words. But a word of negative
     # zeros is not zero, so `any` has the last word on the rows that are found.
-    row_bytes, offset = table.shape[1] * table.itemsize, table.storage_offset() * table.itemsize
+    row_bytes, offset = block.shape[1] * block.itemsize, block.storage_offset() * block.itemsize
     size = next(size for size in (8, 4, 2) if row_bytes % size == 0 and offset % size == 0)
-    length, found = max(1, _SCANNED_BYTES // max(1, row_bytes)), []
-    for start in range(0, len(table), length):
-        block = table[start : start + length]
-        words = block.view(-1).view(_WORDS[size]).nonzero().view(-1)
-        rows = torch.unique_consecutive(words // (row_bytes // size))
-        found.append(rows[block[rows].any(dim=1)] + start)
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+    words = block.view(-1).view(_WORDS[size]).nonzero().view(-1)
+    rows = torch.unique_consecutive(words // (row_bytes // size))
+    return rows[block[rows].any(dim=1)]
 
 
 def _like(gradient: Tensor, values: Tensor) -> Tensor:

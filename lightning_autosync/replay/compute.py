@@ -9,6 +9,8 @@ from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.workload import Variable, Workload
 
+_COPIES = 3
+"""Passes over the touched rows of a table before they travel."""
 _PARTS = 12
 """Equal parts of the backward pass by which `HostWork` groups the main threads' work."""
 
@@ -129,7 +131,8 @@ def _packing(variable: Variable, constants: Constants) -> float:
         return variable.bytes / constants.copy_rate
     touched = variable.rows / variable.shape[0] if variable.rows is not None and variable.numel else 1.0
     found = variable.bytes / constants.scan_rate if variable.kind == "row_sparse" else 0.0
-    return found + touched * variable.bytes / constants.copy_rate + constants.merge_cost
+    # Touched rows are copied out of the table, divided by the number of ranks, and joined with their indices.
+    return found + _COPIES * touched * variable.bytes / constants.copy_rate + constants.merge_cost
 
 
 def ready_times(workload: Workload) -> dict[str, float]:

@@ -84,7 +84,8 @@ def stage_conditions(
     Returns:
         Conditions of the stages in their order, then of the main threads' work class by class, then of early parts.
     """
-    conditions = StageConditions(loads.work, loads.fill, order, loads.rivals(), numpy.arange(len(stages)), loads.fill)
+    whole = numpy.arange(len(stages))
+    conditions = StageConditions(loads.work, loads.fill, loads.waiting, order, loads.rivals(), whole, loads.fill)
     for each in classes:
         if each.host_work is not None:
             conditions = _with_host_work(conditions, each.host_work, each.ranks, network)
@@ -122,6 +123,7 @@ def _with_host_work(
     return StageConditions(
         numpy.concatenate([conditions.work, work]),
         numpy.concatenate([conditions.fill, none]),
+        numpy.concatenate([conditions.waiting, none]),
         _joined(conditions.order, own),
         rivals,
         numpy.arange(count + parts),
@@ -162,6 +164,7 @@ def _with_early_parts(
     return StageConditions(
         numpy.concatenate([work, work_by_class[number, stage]]),
         numpy.concatenate([fill, fill_by_class[number, stage]]),
+        numpy.concatenate([conditions.waiting, numpy.zeros(len(stage))]),
         _joined(order, own),
         conditions.rivals[numpy.ix_(rows, rows)],
         conditions.whole[rows],

@@ -21,6 +21,7 @@ class StageConditions(NamedTuple):
     Attributes:
         work: [stages, channels] demand of each stage: bytes on links, core-seconds on hosts.
         fill: [stages] seconds from the end of a stage's work to its end.
+        waiting: [stages] seconds in which a stage waits between its pieces. Others use the channels meanwhile.
         order: conditions of the stages' starts.
         rivals: [stages, stages] whether two stages share connections, on which the more urgent goes first.
         whole: [stages] the stage of which a stage is a part; itself for no part. Parts begin earlier and have larger
@@ -30,6 +31,7 @@ class StageConditions(NamedTuple):
 
     work: Floats
     fill: Floats
+    waiting: Floats
     order: StartOrder
     rivals: Flags
     whole: Indices
@@ -42,6 +44,7 @@ class _State(NamedTuple):
     Attributes:
         work: [stages, channels] as in `StageConditions`, with what a stage took over from its parts.
         fill: as in `StageConditions`, longer if a stage took over work.
+        waiting: as in `StageConditions`.
         left: remaining share of a stage's work.
         rate: share of the work per second.
         level: level among rivals, 0 for the most urgent; -1 if the stage does not run.
@@ -50,6 +53,7 @@ class _State(NamedTuple):
 
     work: Floats
     fill: Floats
+    waiting: Floats
     left: Floats
     rate: Floats
     level: Indices
@@ -75,7 +79,7 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
     while True:
         coming = _start_and_end(conditions, state, times, capacities, slots, now)
         deepest = _set_levels(by_urgency, conditions.rivals, state, times, now)
-        _share(state.work, open_capacities(capacities, tokens), state, deepest, times.bound)
+        _share(open_capacities(capacities, tokens), state, deepest, times.bound)
         flow = _flow(state.work, state) if shaped else capacities
         step = min(coming - now, next_change(flow, capacities, tokens), _move(state, times, now))
         if step == numpy.inf:
@@ -95,13 +99,16 @@ def _before_all(conditions: StageConditions, capacities: Floats) -> tuple[StageT
     count = len(conditions.fill)
     never = numpy.full(count, numpy.inf)
     times = StageTimes(never, never.copy(), never.copy(), never.copy(), numpy.full(count, -1, dtype=numpy.int64))
+    alone = _alone(conditions.work, capacities)
     state = _State(
         conditions.work.copy(),
-        conditions.fill.copy(),
+        # A stage without work ends when it has waited.
+        conditions.fill + conditions.waiting * (alone == 0),
+        conditions.waiting,
         numpy.ones(count),
         numpy.zeros(count),
         numpy.zeros(count, dtype=numpy.int64),
-        _alone(conditions.work, capacities),
+        alone,
     )
     return times, state
 
@@ -228,24 +235,37 @@ def _flow(work: Floats, state: _State) -> Floats:
 
 
 @compiled
-def _share(work: Floats, capacities: Floats, state: _State, deepest: int, bound: Indices) -> None:
+def _share(capacities: Floats, state: _State, deepest: int, bound: Indices) -> None:
     """Progressive filling, level by level. Rates of a level grow together, in proportion to each stage's rate alone."""
-    residual = capacities.copy()
+    residual, most = capacities.copy(), _most_growth(capacities, state)
     for current in range(deepest + 1):
         growing = 0
-        for stage in range(len(work)):
+        for stage in range(len(most)):
             if state.level[stage] == current:
                 state.rate[stage] = -1.0  # not fixed yet
                 growing += 1
         while growing:
-            growing -= _fill_one(work, residual, state, current, bound)
+            growing -= _fill_one(residual, most, state, current, bound)
 
 
 @compiled
-def _fill_one(work: Floats, residual: Floats, state: _State, current: int, bound: Indices) -> int:
-    """Fill the channel that saturates first and fix the rates of the stages on it; returns the number of stages."""
+def _most_growth(capacities: Floats, state: _State) -> Floats:
+    """[stages] largest rate of a stage that waits between its pieces, relative to that of its work alone."""
+    most = numpy.full(len(state.work), numpy.inf)
+    for stage in range(len(most)):
+        if state.level[stage] >= 0 and state.waiting[stage] > 0:
+            most[stage] = state.alone[stage] / ((state.work[stage] / capacities).max() + state.waiting[stage])
+    return most
+
+
+@compiled
+def _fill_one(residual: Floats, most: Floats, state: _State, current: int, bound: Indices) -> int:
+    """Fix the rates of the stages on the channel that saturates first, or of the first that waits for its pieces.
+
+    Returns the number of these stages.
+    """
+    work, rate, alone = state.work, state.rate, state.alone
     stages, channels = work.shape
-    rate, alone = state.rate, state.alone
     weight = numpy.zeros(channels)
     for stage in range(stages):
         if state.level[stage] == current and rate[stage] < 0:
@@ -255,9 +275,14 @@ def _fill_one(work: Floats, residual: Floats, state: _State, current: int, bound
     for channel in range(channels):
         if weight[channel] > 0 and residual[channel] < least * weight[channel]:
             least, tightest = residual[channel] / weight[channel], channel
+    waits = -1
+    for stage in range(stages):
+        if state.level[stage] == current and rate[stage] < 0 and most[stage] < least:
+            least, tightest, waits = most[stage], -1, stage
     fixed = 0
     for stage in range(stages):
-        if state.level[stage] == current and rate[stage] < 0 and work[stage, tightest] > 0:
+        chosen = work[stage, tightest] > 0 if waits < 0 else stage == waits
+        if state.level[stage] == current and rate[stage] < 0 and chosen:
             rate[stage] = least / alone[stage]
             bound[stage] = tightest
             fixed += 1

@@ -29,6 +29,7 @@ class Loads:
         work: [stages, channels] bytes on links, core-seconds on hosts.
         stretch: [stages] factor by which sharing slows a stage down on links; ``work`` includes it.
         fill: [stages] seconds in which a stage runs without keeping its busiest channel busy.
+        waiting: [stages] seconds in which a ring waits between its pieces, while others can use its channels.
         pairs: [stages, words] bit set of the pairs of ranks that a stage on trees connects.
         flows: the flows of the stages.
     """
@@ -36,6 +37,7 @@ class Loads:
     work: Floats
     stretch: Floats
     fill: Floats
+    waiting: Floats
     pairs: NDArray[numpy.uint64]
     flows: Flows
 
@@ -122,7 +124,7 @@ class LoadModel:
         together = numpy.zeros(network.ranks, dtype=numpy.int64)
         whole = numpy.zeros(len(stages), dtype=numpy.bool_)
         work, fill, pairs = (each[0] for each in self._by_class(flows, together, whole, self._paths()))
-        crowding = numpy.zeros(len(stages))
+        crowding, waiting = numpy.zeros(len(stages)), numpy.zeros(len(stages))
         if len(flows.stage):
             shared = _connections(pairs, network.routes, network.links) > 1
             full = shared * _fullness(work[:, : network.links] / network.capacities[: network.links])
@@ -132,10 +134,13 @@ class LoadModel:
                 ring = self._ring(stage.ring_way)
                 crowding[number] = ring.crowding
                 self._add_ring(stage, ring, work[number])
-                fill[number] += self._ring_fill(stage, ring, flows.costs[number, 4])
+                # The last piece comes when all data has left; waits before that leave the channels to others.
+                last = WITH_NOTICE * ring.latency
+                fill[number] += last
+                waiting[number] = self._ring_waiting(stage, ring, flows.costs[number, 4]) - last
         stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
         work[:, : network.links] *= stretch[:, None]
-        return Loads(work, stretch, fill, pairs, flows)
+        return Loads(work, stretch, fill, waiting, pairs, flows)
 
     def by_class(
         self, loads: Loads, classes: Indices, parted: Flags, pairs: Indices, paces: Floats
@@ -182,7 +187,7 @@ class LoadModel:
             self._rings[way] = _Ring.of(self._network, way)
         return self._rings[way]
 
-    def _ring_fill(self, stage: Stage, ring: _Ring, hop_delay: float) -> float:
+    def _ring_waiting(self, stage: Stage, ring: _Ring, hop_delay: float) -> float:
         """Seconds in which a ring waits for its latencies, less those in which it sends its window's other pieces."""
         sent = stage.ring * float((ring.arcs / self._network.capacities).max())
         pieces = stage.ring_steps * stage.ring_pieces

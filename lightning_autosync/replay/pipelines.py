@@ -175,9 +175,10 @@ def _add_work(
     for rank in range(ranks):
         parent, own = parents[rank], work[hops.kind[way, rank], stage]
         if parent < 0:
-            own[paths.links + rank] += values * seal
-            if paths.shared >= 0:
-                own[paths.shared] += values * seal
+            if way == _UP:  # a root encodes the sum once, for all its children on the way down
+                own[paths.links + rank] += values * seal
+                if paths.shared >= 0:
+                    own[paths.shared] += values * seal
             continue
         source, target = (rank, parent) if way == _UP else (parent, rank)
         # A sum of sparse rows fills up as ranks are added: on the way up those below this hop, on the way down all.

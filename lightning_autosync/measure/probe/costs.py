@@ -286,6 +286,8 @@ def _meet(peer: int, begins: bool) -> None:
 
 
 _FEW, _MANY, _TOGETHER = 9, 72, 3
+_PAUSE = 1e-3
+"""Seconds between gradients that come together and the next ones."""
 _STEPS = 8
 
 
@@ -298,8 +300,8 @@ def measure_engine() -> dict[str, float]:
     few in one message, the others many messages with one. ``pass_core`` is what a backward pass and the wait after it
     take without gradients and messages.
 
-    Gradients come without pauses, as they do where cores are scarce and the cost matters, and three at a time: a
-    layer's weight and bias, and the weight of its normalization.
+    Gradients come three at a time, a layer's weight and bias and the weight of its normalization, with pauses between
+    layers. After a pause the caches of a core hold what other ranks use: a gradient then costs up to twice as much.
     """
     few, many, separate = _step(_FEW, 1), _step(_MANY, 1), _step(_MANY, _MANY)
     found = {
@@ -318,9 +320,9 @@ def _step(gradients: int, messages: int) -> tuple[float, float]:
     Both are medians over steps, then means over ranks.
     """
     variables = [
-        Variable(name=f"v{number}", shape=(16,), ready=number // _TOGETHER * 1e-9) for number in range(gradients)
+        Variable(name=f"v{number}", shape=(16,), ready=number // _TOGETHER * _PAUSE) for number in range(gradients)
     ]
-    workload = Workload(name="probe", variables=tuple(variables), backward_time=gradients * 1e-9)
+    workload = Workload(name="probe", variables=tuple(variables), backward_time=gradients / _TOGETHER * _PAUSE)
     cluster = ClusterSpec.uniform(dist.get_world_size(), bandwidth=1e9, name="probe")
     share = gradients // messages
     groups = [

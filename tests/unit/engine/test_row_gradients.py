@@ -57,6 +57,7 @@ def test_touched_rows_are_those_with_an_element_that_is_not_zero(
 def test_searching_a_full_table_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The indices of all words of the table at once would take as many bytes as the table."""
     table, sizes, unique = torch.ones(2**16, 64), [], torch.unique_consecutive
+    table[:, 0] = 0.0
 
     def recorded(words: torch.Tensor) -> torch.Tensor:
         sizes.append(words.nbytes)
@@ -66,3 +67,17 @@ def test_searching_a_full_table_takes_little_memory(monkeypatch: pytest.MonkeyPa
     assert len(touched_rows(table)) == len(table)
     assert sum(sizes) == table.nbytes
     assert max(sizes) <= table.nbytes / 4
+
+
+def test_rows_whose_first_element_is_not_zero_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, searched, search = torch.zeros(64, 8), [], module._search
+    table[::2] = 1.0
+    table[1, 5] = 1.0
+
+    def recorded(block: torch.Tensor) -> torch.Tensor:
+        searched.append(len(block))
+        return search(block)
+
+    monkeypatch.setattr(module, "_search", recorded)
+    assert touched_rows(table).tolist() == sorted([1, *range(0, 64, 2)])
+    assert searched == [32]

@@ -56,6 +56,16 @@ def test_a_ring_has_two_pieces_under_way(detail: str) -> None:
 
 
 @DETAILS
+def test_rings_at_once_wait_together(detail: str) -> None:
+    """Of the first ring's waits of 0.75 s, the second one fills 0.25 s; both wait half a second for their last pieces.
+
+    Pieces of 1 / 4 s leave one after the other: two seconds of data.
+    """
+    found = price(delayed(2, one_way=0.25, bandwidth=1e6), [all_reduce()] * 2, detail).step_time
+    assert found == pytest.approx(2.0 + 0.5, 1e-3)
+
+
+@DETAILS
 @pytest.mark.parametrize(("parts", "seconds"), [([2, 2, 2, 2], 0.08), ([1, 2, 1], 0.04), ([3, 1], 0.04), ([5], 0.06)])
 def test_native_transfers_take_a_thread_each(parts: list[int], seconds: float, detail: str) -> None:
     """Each takes two hops of 10 ms, 5 ms for the notice and 5 ms for the data, and two run at once."""

@@ -261,3 +261,10 @@ def test_an_accelerator_computes_while_gradients_are_packed() -> None:
         constants = costly.model_copy(update={"accelerated": accelerated})
         spans = price(one_switch(2), [all_reduce()] * 2, "fluid", work, constants).timeline.messages
         assert [span.ready for span in spans] == pytest.approx(expected)
+
+
+def test_a_root_encodes_a_sum_once() -> None:
+    """As many bytes as any other rank encodes; it decodes the contribution, and the other rank the sum."""
+    constants = IDEAL.model_copy(update={"encode": IDEAL.encode.model_copy(update={"int8": 4e6})})
+    made = price(one_switch(2), [tree([-1, 0])], "fluid", constants=constants, compressor=Compressor(kind="int8"))
+    assert made.demand[0, -2:] == pytest.approx([0.25, 0.25], rel=1e-3)
