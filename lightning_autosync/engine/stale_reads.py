@@ -19,17 +19,21 @@ class StaleReads(TorchDispatchMode):
 
     Args:
         module: the module; its parameters do not move in memory.
+
+    Attributes:
+        paused: whether operators are not checked.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self.paused = False
         self._parameters = list(module.named_parameters())
         self._places: list[tuple[int, int]] = [_place(parameter) for _, parameter in self._parameters]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not func.is_view:
+        if not (func.is_view or self.paused):
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
                     self._check(tensor, func)

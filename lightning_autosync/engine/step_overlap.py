@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from threading import RLock
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -78,8 +78,7 @@ class StepOverlap:
         # Hooks of the modules themselves would be saved with them, and would turn off faster paths of evaluation.
         self._handle: RemovableHandle = register_module_forward_pre_hook(_before_forward)
         self._checking = ExitStack()
-        if check_reads:
-            self._checking.enter_context(StaleReads(module))
+        self._reads = self._checking.enter_context(StaleReads(module)) if check_reads else None
 
     def follow(self, engine: Engine) -> None:
         """Overlap the passes of ``engine`` from now on.
@@ -137,18 +136,13 @@ class StepOverlap:
 
     def _finish(self, index: int, members: list[nn.Parameter]) -> None:
         assert self._engine is not None
-        # The engine makes gradients like parameters, and reads no value of them. It may finish other messages, too.
-        others = [parameter for parameters in self._open.values() for parameter in parameters]
         try:
-            _set_stepping([*members, *others], True)
-            self._engine.finish_message(index)
-        except BaseException as error:
-            _set_stepping(members, False)
-            if isinstance(error, Exception):  # after a Ctrl-C, readers may try again
-                self._fail("the gradients of the last step could not be summed", error)
+            # The engine makes gradients like parameters, and reads no value of them.
+            with self._unchecked():
+                self._engine.finish_message(index)
+        except Exception as error:  # after a Ctrl-C, readers may try again
+            self._fail("the gradients of the last step could not be summed", error)
             raise
-        finally:
-            _set_stepping(others, False)
         members, self._released = [*members, *self._released], []
         try:
             _apply([(parameter, due) for parameter in members if (due := due_of(parameter)) is not None])
@@ -157,6 +151,18 @@ class StepOverlap:
             raise
         for parameter in members:
             unmark(parameter)
+
+    @contextmanager
+    def _unchecked(self) -> Iterator[None]:
+        """A context in which `StaleReads`, if reads are checked, lets all pass."""
+        if self._reads is None:
+            yield
+            return
+        self._reads.paused = True
+        try:
+            yield
+        finally:
+            self._reads.paused = False
 
     def _fail(self, what: str, error: BaseException) -> None:
         """Let all later readers fail, because parameters that are due will get no value."""
@@ -327,12 +333,6 @@ def _before_forward(module: nn.Module, _: Any) -> None:
         due = due_of(parameter)
         if due is not None and due.step is not None:
             due.owner.complete(due.message)
-
-
-def _set_stepping(parameters: Sequence[nn.Parameter], stepping: bool) -> None:
-    for parameter in parameters:
-        if (due := due_of(parameter)) is not None:
-            due.stepping = stepping
 
 
 def _apply(due: list[tuple[nn.Parameter, Due]]) -> None:

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from lightning_autosync.engine.connections import tune_connection
@@ -64,11 +63,8 @@ class Receiver(Protocol):
         """The last step that this rank has completed."""
 
 
-@dataclass(order=True)
-class _Outgoing:
-    key: tuple[float, ...]
-    buffers: list[memoryview] = field(compare=False)
-    sent: Callable[[], None] | None = field(compare=False)
+_Outgoing = tuple[tuple[float, ...], list[memoryview], Callable[[], None] | None]
+"""A frame to send: a unique key by which frames are sorted, the bytes that are left, and what to call after them."""
 
 
 class _Peer:
@@ -80,9 +76,9 @@ class _Peer:
         self.outbox: list[_Outgoing] = []
         self.outgoing: _Outgoing | None = None
         self.watching_writes = False
-        self.header = bytearray(_HEADER.size)
+        self.header = memoryview(bytearray(_HEADER.size))
         self.frame: Frame | None = None
-        self.pending = memoryview(self.header)
+        self.pending = self.header
         self.left = False
 
     @property
@@ -156,8 +152,7 @@ class Transport:
         if peer not in self._peers:
             raise self._error or ExchangeError(f"rank {peer} has left")
         connection = self._peers[peer]
-        entry = _Outgoing((*urgency, self._counter), [header, payload], sent)
-        heapq.heappush(connection.outbox, entry)
+        heapq.heappush(connection.outbox, ((*urgency, self._counter), [header, payload], sent))
         if not connection.watching_writes:
             self._unwritten[peer] = connection
 
@@ -237,20 +232,33 @@ class Transport:
     def _read(self, peer: _Peer) -> None:
         # At most a few frames, then other peers get their turn.
         for _ in range(8):
+            # With the end of a frame comes the header of the next one, which saves a system call per frame.
+            buffers = [peer.pending] if peer.frame is None else [peer.pending, peer.header]
             try:
-                count = peer.socket.recv_into(peer.pending)
+                count = peer.socket.recvmsg_into(buffers)[0]
             except BlockingIOError:
                 return
             if count == 0:
                 self._lose(peer, "it closed the connection")
                 return
-            peer.pending = peer.pending[count:]
-            if peer.pending:
+            if self._advance(peer, count):
                 return
-            if peer.frame is None:
-                self._open(peer, Frame(*_HEADER.unpack(peer.header)))
-            if not peer.pending:
-                self._deliver(peer)
+
+    def _advance(self, peer: _Peer, count: int) -> bool:
+        """Account for ``count`` received bytes; returns whether no more have arrived."""
+        rest = count - len(peer.pending)
+        if rest < 0:
+            peer.pending = peer.pending[count:]
+            return True
+        if peer.frame is not None:
+            self._deliver(peer)
+            peer.pending = peer.header[rest:]
+            if peer.pending:
+                return True
+        self._open(peer, Frame(*_HEADER.unpack(peer.header)))
+        if not peer.pending:
+            self._deliver(peer)
+        return False
 
     def _open(self, peer: _Peer, frame: Frame) -> None:
         """Choose the memory for the payload after a header has arrived."""
@@ -258,14 +266,13 @@ class Transport:
         receiver = self._receivers.get(frame.channel)
         if receiver is None:
             raise ExchangeError(f"rank {peer.rank} sent to channel {frame.channel}, which is not in the schedule")
-        if frame.phase != LEAVE:
-            peer.pending = receiver.destination(peer.rank, frame)
+        peer.pending = memoryview(b"") if frame.phase == LEAVE else receiver.destination(peer.rank, frame)
 
     def _deliver(self, peer: _Peer) -> None:
         """Pass a complete frame to its receiver."""
         assert peer.frame is not None
         frame, peer.frame = peer.frame, None
-        peer.pending = memoryview(peer.header)
+        peer.pending = peer.header
         if frame.phase == LEAVE:
             peer.left = True
             self._receivers[frame.channel].left(peer.rank, frame.step)
@@ -280,7 +287,7 @@ class Transport:
                     self._watch_writes(peer, False)
                     return
                 peer.outgoing = heapq.heappop(peer.outbox)
-            buffers = peer.outgoing.buffers
+            _, buffers, sent = peer.outgoing
             try:
                 count = peer.socket.sendmsg(buffers)
             except BlockingIOError:
@@ -295,9 +302,9 @@ class Transport:
             if buffers:
                 buffers[0] = buffers[0][count:]
             else:
-                done, peer.outgoing = peer.outgoing.sent, None
-                if done is not None:
-                    done()
+                peer.outgoing = None
+                if sent is not None:
+                    sent()
         self._watch_writes(peer, True)
 
     def _watch_writes(self, peer: _Peer, wanted: bool) -> None:

@@ -1,8 +1,10 @@
-"""The time of a step whose sums travel beside the next forward pass (``overlap="step"``)."""
+"""The time of a step whose sums travel beside the next forward pass (``overlap="step"``), and its lower bound."""
 
 from __future__ import annotations
 
+from lightning_autosync.cluster import ClusterSpec, synchronization_limit
 from lightning_autosync.plan.schedule import AllToAll, Message, Schedule
+from lightning_autosync.replay.bound import changed_bytes
 from lightning_autosync.replay.compute import ready_times
 from lightning_autosync.replay.prediction import Prediction
 from lightning_autosync.workload import Workload
@@ -37,6 +39,27 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
             ended = max(ended, *(arrivals[name] - backward.end for name in names)) + share * forward.seconds
         steps.append(ended + backward.seconds + sum(span.seconds for span in optimizer))
     return max(steps)
+
+
+def least_overlapped_step(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> float:
+    """Lower bound in seconds on a step with overlap in the long run, for every exact plan.
+
+    The last gradients of the backward pass are the first that the next forward pass needs. So between the backward pass
+    of a layer and its next forward pass, the gradients of this layer and of all earlier ones are synchronized. This
+    layer and all later ones compute in the rest of the step. Layers are those of `overlapped_step`; each reads all its
+    parameters at once.
+
+    Arguments and errors are those of `least_step`.
+    """
+    speeds = [node.speed for node in cluster.nodes]
+    passes = workload.forward_time + workload.backward_time
+    found = [(passes + workload.optimizer_time) / min(speeds)]
+    limit, size, rest = synchronization_limit(cluster), 0.0, 1.0
+    for names, share in _layers(workload):
+        size += sum(changed_bytes(workload.variable(name)) for name in names)
+        found.append(limit.seconds(framing * size, burst) + rest * passes / max(speeds))
+        rest -= share
+    return max(found)
 
 
 def _waits(message: Message) -> bool:

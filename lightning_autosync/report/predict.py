@@ -19,6 +19,7 @@ from lightning_autosync.replay import (
     Replay,
     Span,
     Timeline,
+    least_overlapped_step,
     least_step,
     overlapped_step,
     synchronization_bound,
@@ -89,6 +90,7 @@ def predict(
     shared = shared_step_time(schedule, workload, cluster, constants)
     bounds = _Bounds(
         least_step(workload, cluster, constants.framing, constants.burst),
+        least_overlapped_step(workload, cluster, constants.framing, constants.burst),
         synchronization_bound(workload, cluster, constants.framing, constants.burst),
         plan.semantics,
     )
@@ -134,6 +136,7 @@ class _Bounds:
     """Lower bounds on times of exact plans, and the semantics of the predicted plan."""
 
     step: Bound
+    overlapped: float
     synchronization: float
     semantics: str
 
@@ -167,6 +170,7 @@ def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: fl
     lines = [
         f"step                 {seconds_text(step):>12}",
         f"step with overlap    {seconds_text(overlapped):>12}",
+        f"bound with overlap   {seconds_text(bounds.overlapped):>12} (of exact plans)",
         f"step bound           {seconds_text(least):>12} ({reached}{cut})",
         f"synchronization      {seconds_text(prediction.synchronization_time):>12}",
         f"synchronization bound{seconds_text(bounds.synchronization):>12}{f' ({CUT_BOUND})' if cut else ''}",

@@ -1,13 +1,14 @@
 """``overlap="step"`` beside DDP and beside the engine without overlap, on emulated equal links; needs root.
 
-    python -m tests.benchmarks.step_overlap [ROUNDS] [MODEL ...]
+    python -m tests.benchmarks.step_overlap [ROUNDS] [MBIT_PER_SECOND] [MODEL ...]
 
-Four ranks, each on a link of 1 Gbit/s. A model of the catalogue is scaled to 28 MB, and its computation is paced layer
-by layer to take as long as its gradients need on the wire. SGD steps the real parameters. DDP first runs with several
-bucket caps, with gradients as views of the buckets. Its fastest then takes turns with the engine: on trees without
-overlap and with it, and with overlap on the backend's own all-reduces. The table has the median milliseconds of a step
-of the slowest rank, the speedups of overlap, and the larger one of computation and wire, which no method with the same
-bytes can beat.
+Four ranks, each on a link of 1000 Mbit/s by default. A model of the catalogue is scaled to 28 MB, and its computation
+is paced layer by layer to take as long as its gradients need on the wire. A layer's time includes that of copying its
+gradients. SGD steps the real parameters. DDP first runs with several bucket caps. Its fastest then takes turns with the
+computation alone, which has no synchronization, and with the engine: on trees without overlap and with it, and with
+overlap on the backend's own all-reduces. Gradients of all contenders are views of their buffers. The first step of each
+turn is not timed, so that timed steps begin and end with the same sums under way. The table has the median milliseconds
+of a step of the slowest rank, the speedups of overlap, and bounds: of steps that wait, and of steps that overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,11 @@ from lightning_autosync.plan import compile_plan
 from lightning_autosync.plan.builders.all_reduce import all_reduce
 from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method
 from lightning_autosync.plan.schedule import first_parameters_first
-from lightning_autosync.replay.bound import synchronization_bound
+from lightning_autosync.replay import least_overlapped_step, least_step, synchronization_bound
 from lightning_autosync.workload import Variable, Workload, catalogue, variable_names
 from lightning_autosync.workload.scaling import scaled, with_compute
 
 MODELS = ("vgg16", "gpt")
-CLUSTER = {"format": "autosync-cluster/1", "name": "four_equal", "uniform": {"nodes": 4, "bandwidth": "1 Gbit/s"}}
 BYTES = 28e6
 FRAMING = 1514 / 1448
 CAPS = (1, 2, 5, 10, 25)
@@ -51,11 +51,11 @@ STEPS = 4
 
 
 class PacedLayer(nn.Module):
-    """The parameters of one layer; its passes sleep and its gradients are drawn once.
+    """The parameters of one layer; its passes sleep, and its gradients are copies of what is drawn once.
 
     Args:
         variables: its parameters, whose names end in the last part of the variables' names.
-        forward_time, backward_time: seconds of its passes.
+        forward_time, backward_time: seconds of its passes, with the copies.
     """
 
     def __init__(self, variables: Sequence[Variable], forward_time: float, backward_time: float) -> None:
@@ -66,8 +66,10 @@ class PacedLayer(nn.Module):
         self.times = forward_time, backward_time
 
     def forward(self, value: Tensor) -> Tensor:
-        _sleep(self.times[0])
-        return _Layer.apply(value, self, *self.parameters())
+        started = time.perf_counter()
+        value = _Layer.apply(value, self, *self.parameters())
+        _pace(started + self.times[0])
+        return value
 
 
 class _Layer(torch.autograd.Function):
@@ -79,12 +81,26 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, output: Tensor) -> tuple[Tensor | None, ...]:
-        _sleep(context.layer.times[1])
-        return output, None, *(gradient.detach() for gradient in context.layer.gradients)
+        started = time.perf_counter()
+        # Autograd takes these tensors as they are. It would copy those of the layer, beside the paced time.
+        gradients = [gradient.clone() for gradient in context.layer.gradients]
+        _pace(started + context.layer.times[1])
+        return output, None, *gradients
 
 
-def _sleep(seconds: float) -> None:
-    time.sleep(max(0.0, seconds))
+_late = 0.0
+"""Seconds by which the last pass of a layer ended late."""
+
+
+def _pace(end: float) -> None:
+    """Sleep until the time at which the pass of a layer ends.
+
+    A pass that ends late, because ranks share cores and wake up late, shortens the next one.
+    """
+    global _late
+    end -= _late
+    time.sleep(max(0.0, end - time.perf_counter()))
+    _late = time.perf_counter() - end
 
 
 class PacedLayers(nn.Module):
@@ -115,31 +131,41 @@ class PacedLayers(nn.Module):
 _live: dict[str, Any] = {}
 
 
+def equal_links(rate: int) -> ClusterSpec:
+    """Four nodes on one switch, with links of ``rate`` Mbit/s."""
+    return ClusterSpec.uniform(nodes=4, bandwidth=f"{rate} Mbit/s", name="four_equal")
+
+
 def set_up(
-    name: str, workload: dict[str, Any], cap: float | None = None, overlap: bool = False, native: bool = False
+    name: str,
+    workload: dict[str, Any],
+    rate: int,
+    kind: Literal["alone", "ddp", "trees", "native"],
+    cap: float | None = None,
+    overlap: bool = False,
 ) -> None:
-    """Make a contender: DDP if ``cap`` is given, otherwise the engine, on trees or ``native`` all-reduces."""
-    described, cluster = Workload.from_dict(workload), ClusterSpec.from_dict(CLUSTER)
+    """Make a contender: no synchronization, DDP with a bucket ``cap`` in MiB, or the engine."""
+    described, cluster = Workload.from_dict(workload), equal_links(rate)
     torch.manual_seed(0)
     module: nn.Module = PacedLayers(described)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     closing: list[Any] = []
     called = module
-    if cap is not None:
+    if kind == "ddp":
         called = DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=True, static_graph=True)
-    else:
-        parameters = variable_names(module)
+    elif kind != "alone":
         # The module's names differ from the workload's, in which the plan is made.
         names = [variable.name for variable in described.variables]
-        renamed = [(name, parameter) for name, (_, parameter) in zip(names, parameters, strict=True)]
-        plan = link_method(described, cluster).build(described, cluster, bucket_bytes=LINK_BUCKET)
-        if native:
+        renamed = [(name, parameter) for name, (_, parameter) in zip(names, variable_names(module), strict=True)]
+        if kind == "native":
             plan = all_reduce(described, cluster, bucket_bytes=NATIVE_BUCKET)
+        else:
+            plan = link_method(described, cluster).build(described, cluster, bucket_bytes=LINK_BUCKET)
         schedule = compile_plan(plan, described, cluster)
         if overlap:
             schedule = first_parameters_first(schedule, names)
         waits: Waits = "parameters" if overlap else "backward"
-        engine = Engine(renamed, schedule, cluster=cluster, timeout=60.0, waits=waits)
+        engine = Engine(renamed, schedule, cluster=cluster, timeout=60.0, waits=waits, gradient_as_bucket_view=True)
         closing.append(engine)
         if overlap:
             steps = StepOverlap(module)
@@ -150,18 +176,18 @@ def set_up(
 
 
 def measure(name: str, steps: int) -> list[float]:
-    """Seconds of each step; the last one ends when all parameters have their values."""
+    """Seconds of each step, after one that does not count; sums of the last one may still be under way at its end."""
     called, optimizer, closing = _live[name]
     value = torch.zeros((), requires_grad=True)
     dist.barrier()
-    times = [time.perf_counter()]
-    for number in range(steps):
+    times = []
+    for _ in range(steps + 1):
         called(value).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if number == steps - 1 and closing and isinstance(closing[0], StepOverlap):
-            closing[0].settle()
         times.append(time.perf_counter())
+    if closing and isinstance(closing[0], StepOverlap):
+        closing[0].settle()
     return [end - start for start, end in pairwise(times)]
 
 
@@ -176,73 +202,71 @@ def slowest(found: list[list[float]]) -> float:
     return max(sum(steps) / len(steps) for steps in found)
 
 
-def compare(pool: WorkerPool, workload: Workload, rounds: int) -> dict[str, float]:
-    document = workload.to_dict()
-    for cap in CAPS:
-        pool.run(set_up, name=f"ddp {cap}", workload=document, cap=cap)
-        pool.run(measure, name=f"ddp {cap}", steps=3)
-    swept = {
-        f"ddp {cap}": statistics.median(slowest(pool.run(measure, name=f"ddp {cap}", steps=2)) for _ in range(3))
-        for cap in CAPS
-    }
-    best = min(swept, key=lambda name: swept[name])
-    for name in set(swept) - {best}:
+def compare(pool: WorkerPool, workload: Workload, rate: int, rounds: int) -> tuple[str, dict[str, float]]:
+    """The name of the fastest DDP, and the median seconds of a step by contender."""
+    given = {"workload": workload.to_dict(), "rate": rate}
+    caps = [f"ddp {cap}" for cap in CAPS]
+    for name, cap in zip(caps, CAPS, strict=True):
+        pool.run(set_up, name=name, kind="ddp", cap=cap, **given)
+    swept = take_turns(pool, caps, rounds=2, steps=2)
+    best = min(caps, key=lambda name: swept[name])
+    for name in set(caps) - {best}:
         pool.run(close, name=name)
-    pool.run(set_up, name="waits", workload=document)
-    pool.run(set_up, name="overlaps", workload=document, overlap=True)
-    pool.run(set_up, name="native", workload=document, overlap=True, native=True)
-    names = [best, "waits", "overlaps", "native"]
+    pool.run(set_up, name="alone", kind="alone", **given)
+    pool.run(set_up, name="waits", kind="trees", **given)
+    pool.run(set_up, name="overlaps", kind="trees", overlap=True, **given)
+    pool.run(set_up, name="native", kind="native", overlap=True, **given)
+    names = [best, "alone", "waits", "overlaps", "native"]
+    found = take_turns(pool, names, rounds, STEPS)
+    for name in names:
+        pool.run(close, name=name)
+    return best, found
+
+
+def take_turns(pool: WorkerPool, names: Sequence[str], rounds: int, steps: int) -> dict[str, float]:
+    """The median seconds of a step by contender, after one turn that does not count."""
     found: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
-        pool.run(measure, name=name, steps=2)
+        pool.run(measure, name=name, steps=1)
     for number in range(rounds):
         for name in names if number % 2 == 0 else names[::-1]:
-            found[name].append(slowest(pool.run(measure, name=name, steps=STEPS)))
-    for name in names:
-        pool.run(close, name=name)
-    medians = {name: statistics.median(times) for name, times in found.items()}
-    return {"cap": float(best.split()[1]), "ddp": medians[best], **{name: medians[name] for name in names[1:]}}
+            found[name].append(slowest(pool.run(measure, name=name, steps=steps)))
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
-def main(rounds: int = 12, *models: str) -> None:
-    cluster = ClusterSpec.from_dict(CLUSTER)
-    table = Table(title="steps on four equal links of 1 Gbit/s")
-    for heading in (
-        "model",
-        "DDP (cap)",
-        "waits",
-        "overlap",
-        "native",
-        "over DDP",
-        "native over DDP",
-        "over waits",
-        "max",
-    ):
-        table.add_column(heading)
+HEADINGS = (
+    "model", "DDP (cap)", "waits", "overlap", "native", "over DDP", "native over DDP", "over waits", "alone",
+    "bound, waits", "bound",
+)  # fmt: skip
+
+
+def main(rounds: int = 6, rate: int = 1000, *models: str) -> None:
+    """Measure, and print a table."""
+    cluster = equal_links(rate)
+    table = Table(*HEADINGS, title=f"milliseconds of a step on four equal links of {rate} Mbit/s")
     here = [Path(__file__).parents[2]]
-    with EmulatedLaunch(cluster) as launch, WorkerPool(4, launch, extra_paths=here, scheduling="batch") as pool:
+    with EmulatedLaunch(cluster) as launch, WorkerPool(4, launch, extra_paths=here) as pool:
         for model in models or MODELS:
             workload = catalogue.build(model)
             workload = scaled(workload, BYTES / workload.bytes)
-            wire = synchronization_bound(workload, cluster, FRAMING)
-            found = compare(pool, with_compute(workload, wire), rounds)
-            cells = (
-                f"{1e3 * found['ddp']:.0f} ({found['cap']:g})",
-                f"{1e3 * found['waits']:.0f}",
-                f"{1e3 * found['overlaps']:.0f}",
-                f"{1e3 * found['native']:.0f}",
-                f"{found['ddp'] / found['overlaps']:.2f}",
-                f"{found['ddp'] / found['native']:.2f}",
-                f"{found['waits'] / found['overlaps']:.2f}",
-                f"{1e3 * wire:.0f}",
+            workload = with_compute(workload, synchronization_bound(workload, cluster, FRAMING))
+            best, found = compare(pool, workload, rate, rounds)
+            bounds = least_step(workload, cluster, FRAMING).seconds, least_overlapped_step(workload, cluster, FRAMING)
+            times = (found[name] for name in ("waits", "overlaps", "native"))
+            pairs = ((best, "overlaps"), (best, "native"), ("waits", "overlaps"))
+            table.add_row(
+                model,
+                f"{1e3 * found[best]:.0f} ({best.split()[1]})",
+                *(f"{1e3 * seconds:.0f}" for seconds in times),
+                *(f"{found[one] / found[other]:.2f}" for one, other in pairs),
+                *(f"{1e3 * seconds:.0f}" for seconds in (found["alone"], *bounds)),
             )
-            table.add_row(model, *cells)
             print(model, found, flush=True)
-    Console(width=120).print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":
     # Workers import the functions by name, from a module that is not the main one.
     from tests.benchmarks import step_overlap
 
-    step_overlap.main(*(int(each) for each in sys.argv[1:2]), *sys.argv[2:])
+    step_overlap.main(*(int(each) for each in sys.argv[1:3]), *sys.argv[3:])

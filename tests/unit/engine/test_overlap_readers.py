@@ -15,8 +15,8 @@ from overlapping import Job, SlowEngine, due
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_autosync.engine import StepOverlap, defer_steps
-from lightning_autosync.engine.due_parameter import DueParameter
+from lightning_autosync.engine import StepOverlap, defer_steps, step_overlap
+from lightning_autosync.engine.due_parameter import DueParameter, due_of
 from lightning_autosync.errors import ExchangeError
 
 READERS: dict[str, Callable[[Job], Any]] = {
@@ -209,3 +209,21 @@ def test_parameters_have_their_own_class_again(job: Job) -> None:
     job.overlap.settle()
     assert type(job.module[0].weight) is nn.Parameter
     assert vars(job.module[0].weight) == {}
+
+
+def test_the_work_of_a_step_grows_with_the_parameters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(step_overlap, "due_of", lambda parameter: calls.append(parameter) or due_of(parameter))
+
+    def looks(layers: int) -> int:
+        module = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(layers)))
+        engine, overlap = SlowEngine(module), StepOverlap(module)
+        overlap.follow(engine)  # type: ignore[arg-type]
+        module(torch.ones(1, 1)).sum().backward()
+        engine.end_backward()
+        calls.clear()
+        overlap.settle()
+        overlap.close()
+        return len(calls)
+
+    assert looks(40) == 2 * looks(20)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from lightning_autosync.engine.transport import UP, Frame, Transport
+from lightning_autosync.engine.transport import _HEADER, UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 
 
@@ -126,3 +127,25 @@ def test_empty_frames_are_not_stranded(pair: tuple[Transport, Transport], count:
     pair[1].register(0, inbox)
     send(pair[0], 1, [(piece, b"", 0.0) for piece in range(count)])
     assert inbox.full.wait(5)
+
+
+@pytest.mark.parametrize("size", [1, 27, 28, 29, 100])
+def test_frames_may_arrive_in_parts_of_any_size(size: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    payloads = [b"", b"a", bytes(range(60)), b"", bytes(30)]
+    stream = b"".join(
+        _HEADER.pack(0, 1, 0, piece, UP, len(payload)) + payload for piece, payload in enumerate(payloads)
+    )
+    inbox = Inbox(len(payloads))
+    transport = Transport({0: other})
+    transport.register(0, inbox)
+    for start in range(0, len(stream), size):
+        sender.sendall(stream[start : start + size])
+        time.sleep(0.001)  # so that the parts are received one by one
+    assert inbox.full.wait(10)
+    assert inbox.frames == list(enumerate(payloads))
+    transport.close()
+    sender.close()

@@ -112,3 +112,22 @@ def test_names_that_are_not_registered() -> None:
         topologies.find("mesh")
     with pytest.raises(PlanError, match=r"method: 'mesh' is not known; allowed: .*all_to_all"):
         topologies.method("mesh")
+
+
+@pytest.mark.parametrize(
+    ("rate", "builder", "size"),
+    [
+        ("100 Mbit/s", "byteps", 32 * 1024),
+        ("1 Gbit/s", "byteps", 125_000),  # a millisecond of the link
+        ("10 Gbit/s", "byteps", 128 * 1024),
+        (None, "byteps", 32 * 1024),
+        ("10 Gbit/s", "all_reduce", 32 * 1024),  # a ring has levels, which should overlap
+    ],
+)
+def test_pieces_of_stars_are_as_large_as_links_are_fast(rate: str | None, builder: str, size: int) -> None:
+    cluster = ClusterSpec.uniform(4, bandwidth=rate)
+    workload = Workload(name="one", variables=(Variable(name="large", shape=(2**19,)),))
+    settings = {"topology": "ring"} if builder == "all_reduce" else {}
+    schedule = compile_plan(builders.build(builder, workload, cluster, **settings), workload, cluster)
+    transfers = schedule.messages[0].rounds[0].transfers
+    assert {4 * each.segment for each in transfers} == {size}

@@ -9,7 +9,15 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import builders, compile_plan
-from lightning_autosync.replay import MessageSpan, Prediction, Replay, Span, Timeline, overlapped_step
+from lightning_autosync.replay import (
+    MessageSpan,
+    Prediction,
+    Replay,
+    Span,
+    Timeline,
+    least_overlapped_step,
+    overlapped_step,
+)
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.uniform(2, bandwidth=1e6)
@@ -62,3 +70,24 @@ def test_messages_that_the_engine_waits_for_do_not_overlap() -> None:
     )
     found = overlapped_step(replace(SCHEDULE, messages=waiting), WORKLOAD, predicted(0.2, 0.4))
     assert found == pytest.approx(0.4 + 1.0 + 2.0 + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "passes", "seconds"),
+    [
+        ((250_000, 250_000), (1.0, 2.0), 1.0 + 3.0),  # the first layer's gradient is ready last and needed first
+        ((25_000, 475_000), (1.0, 2.0), 2.0 + 1.5),  # that of the second one has only this layer's passes less
+        ((25_000, 25_000), (1.0, 2.0), 3.25),  # computation alone
+        ((250_000, 250_000), (0.0, 0.0), 2.0),  # the wire alone
+    ],
+)
+def test_bound_of_steps_that_overlap(sizes: tuple[int, int], passes: tuple[float, float], seconds: float) -> None:
+    forward, backward = passes
+    variables = tuple(
+        Variable(name=name, shape=(size,), ready=share * backward)
+        for name, size, share in zip(("first", "last"), sizes, (1.0, 0.5), strict=True)
+    )
+    workload = Workload(
+        name="two", variables=variables, forward_time=forward, backward_time=backward, optimizer_time=0.25
+    )
+    assert least_overlapped_step(workload, CLUSTER) == pytest.approx(seconds)
