@@ -351,7 +351,8 @@ def slows_down(
 
     def finish_later(engine: Engine, index: int) -> None:
         if overlap and rank < dist.get_world_size() - 1:
-            shares = engine.on_backward.__self__._shares.shares  # type: ignore[union-attr]  # the replica's method
+            method: Any = engine.on_backward
+            shares = method.__self__._shares.shares  # the replica's
             clock.seconds += 4.0 * shares[-1] / sum(shares)
         finish(engine, index)
 
