@@ -314,15 +314,21 @@ def measure_engine() -> dict[str, float]:
     return {**found, "pass_core": max(0.0, sum(few) - of_few)}
 
 
+def _layers(gradients: int) -> Workload:
+    """Layers of `_TOGETHER` tiny gradients, with pauses between them."""
+    variables = [
+        Variable(name=f"v{number}", shape=(16,), ready=number // _TOGETHER * _PAUSE) for number in range(gradients)
+    ]
+    return Workload(name="probe", variables=tuple(variables), backward_time=gradients / _TOGETHER * _PAUSE)
+
+
 def _step(gradients: int, messages: int) -> tuple[float, float]:
     """Core-seconds of the main thread in a backward pass, and then until all gradients hold their means.
 
     Both are medians over steps, then means over ranks.
     """
-    variables = [
-        Variable(name=f"v{number}", shape=(16,), ready=number // _TOGETHER * _PAUSE) for number in range(gradients)
-    ]
-    workload = Workload(name="probe", variables=tuple(variables), backward_time=gradients / _TOGETHER * _PAUSE)
+    workload = _layers(gradients)
+    variables = workload.variables
     cluster = ClusterSpec.uniform(dist.get_world_size(), bandwidth=1e9, name="probe")
     share = gradients // messages
     groups = [
