@@ -108,7 +108,7 @@ def test_backward_is_in_step_with_the_frameworks(framework: str) -> None:
     assert len(ours) == 5
 
 
-OWN = ("self._replica.backward", "self._backward_in_parts")
+OWN = ("self._replica.backward", "self._shares.before_backward", "self._backward_in_parts")
 """Calls of this package."""
 
 
