@@ -346,7 +346,7 @@ class Engine:
         self._accumulators = []
 
     def _hook(self, gradients: MessageGradients, place: int) -> Callable[..., None]:
-        pack, graph, name = gradients.packer(place), self._graph, gradients.message.name
+        arrive, graph = gradients.on_arrival(place), self._graph
 
         def on_gradient(*_: object) -> None:
             if not self.enabled:
@@ -355,8 +355,7 @@ class Engine:
                 self._arm()
             if graph is not None and not graph.arrived(gradients, place):
                 return
-            with profiled(name, "pack"):
-                pack()
+            arrive()
             gradients.missing -= 1
             if gradients.missing == 0:
                 self._complete(gradients)

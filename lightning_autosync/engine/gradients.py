@@ -84,8 +84,8 @@ class MessageGradients(ABC):
         self.exchange.watch(completed)
 
     @abstractmethod
-    def packer(self, place: int) -> Callable[[], None]:
-        """A function that packs the gradient of the parameter at ``place``, divided by the number of ranks.
+    def on_arrival(self, place: int) -> Callable[[], None]:
+        """A function to call when the gradient of the parameter at ``place`` is complete.
 
         It runs within backward, once per parameter and step, so implementations bind beforehand all that is constant.
         """
@@ -152,35 +152,52 @@ class DenseGradients(MessageGradients):
         ]
         # Bound beforehand, because each step goes through all parameters.
         self._targets = [(one, view, view.data_ptr()) for one, view in zip(parameters, self._views, strict=True)]
+        # Together, gradients cost a third of the time that each costs by itself between operators of the backward pass.
+        # On an accelerator, each is packed on the stream that made it.
+        self._packs_together = buffer.device.type == "cpu"
         self._counts = buffer[message.numel :]
         self._filled = [False] * len(parameters)
-        self._packers = [self.packer(place) for place in range(len(parameters))]
+        self._arrivals = [self.on_arrival(place) for place in range(len(parameters))]
 
     def arm(self, changed: bool = False) -> None:
         super().arm(changed)
         self._filled[:] = [False] * len(self.parameters)
 
-    def packer(self, place: int) -> Callable[[], None]:
-        parameter, view = self.parameters[place], self._views[place]
-        filled, share, multiply, pointer = self._filled, self._share, torch.mul, view.data_ptr()
+    def on_arrival(self, place: int) -> Callable[[], None]:
+        filled = self._filled
 
-        def pack() -> None:
+        def note() -> None:
             if filled[place]:
                 self._refuse_second(place)
             filled[place] = True
-            gradient = parameter.grad
-            if gradient is None:
-                # An autograd function returned None: the parameter was used, and its gradient is zero.
-                view.zero_()
-            elif gradient.is_sparse:
-                self._refuse_sparse(place)
-            elif gradient.data_ptr() == pointer:
-                view.mul_(share)
-            else:
-                gradient = gradient.detach() if gradient.requires_grad else gradient
-                multiply(real_view(gradient), share, out=view)
 
-        return pack
+        if self._packs_together:
+            return note
+
+        def note_and_pack() -> None:
+            note()
+            self._pack([place])
+
+        return note_and_pack
+
+    def _pack(self, places: Sequence[int]) -> None:
+        """Write gradients to the buffer, divided by the number of ranks."""
+        inside = []
+        with profiled(self.message.name, "pack"):
+            for place in places:
+                parameter, view, pointer = self._targets[place]
+                gradient = parameter.grad
+                if gradient is None:
+                    # An autograd function returned None: the parameter was used, and its gradient is zero.
+                    view.zero_()
+                elif gradient.is_sparse:
+                    self._refuse_sparse(place)
+                elif gradient.data_ptr() == pointer:
+                    inside.append(view)
+                else:
+                    torch.mul(real_view(gradient.detach()), self._share, out=view)
+            if inside:
+                torch._foreach_mul_(inside, self._share)
 
     def _refuse_sparse(self, place: int) -> NoReturn:
         raise PlanError(
@@ -193,6 +210,8 @@ class DenseGradients(MessageGradients):
         self._counts.fill_(1.0)
         if not all(self._filled):
             self._fill_rest()
+        if self._packs_together:
+            self._pack([place for place, filled in enumerate(self._filled) if filled])
         if self._changed:
             # Unchanged ranks add at most 1 each, so any changed rank makes the sum negative. If all ranks changed, the
             # sum still shows which parameters have gradients: see `_used_elsewhere`.
@@ -210,11 +229,14 @@ class DenseGradients(MessageGradients):
             self._buffer.copy_(self._result)
         targets, sums = [], []
         with torch.no_grad():
-            for place, (parameter, view, pointer) in enumerate(self._targets):
-                if not self._filled[place] and not self._used_elsewhere(place):
+            for place, (filled, as_view, target) in enumerate(
+                zip(self._filled, self._as_view, self._targets, strict=True)
+            ):
+                if not filled and not self._used_elsewhere(place):
                     continue
+                parameter, view, pointer = target
                 gradient = parameter.grad
-                if self._as_view[place]:
+                if as_view:
                     if gradient is not None and gradient.data_ptr() == pointer:
                         continue
                     if self._buffer.dtype == parameter.dtype:  # otherwise the parameter's dtype has just changed
@@ -249,7 +271,7 @@ class DenseGradients(MessageGradients):
                 continue
             if parameter.requires_grad and parameter.grad is not None:
                 # An earlier pass accumulated this gradient, and this pass did not. It counts as it is, as in DDP.
-                self._packers[place]()
+                self._arrivals[place]()
                 continue
             if parameter.grad is not None and parameter.grad.data_ptr() == self._views[place].data_ptr():
                 # The parameter was frozen after its last step. Its gradient keeps its value, so it leaves the buffer.
@@ -285,7 +307,7 @@ class RowGradients(MessageGradients):
         self._own = self._total = None
         self._sparse_layout = self.message.sparse
 
-    def packer(self, place: int) -> Callable[[], None]:
+    def on_arrival(self, place: int) -> Callable[[], None]:
         return self._pack
 
     def _pack(self) -> None:
@@ -294,7 +316,10 @@ class RowGradients(MessageGradients):
         if self._parameter.grad is None:  # an autograd function gave None for it, which counts as zeros
             self._own = replace(self._no_rows(), gradients=1)
             return
-        gradient = self._parameter.grad.detach()
+        with profiled(self.message.name, "pack"):
+            self._pack_rows(self._parameter.grad.detach())
+
+    def _pack_rows(self, gradient: Tensor) -> None:
         self._sparse_layout = gradient.is_sparse
         if gradient.is_sparse:
             gradient = gradient.coalesce()

@@ -32,7 +32,7 @@ def test_a_gradient_of_none_counts_as_zeros() -> None:
     exchange: Any = Alone()
     gradients = RowGradients(message, table, exchange, world_size=1)
     gradients.arm()
-    gradients.packer(0)()
+    gradients.on_arrival(0)()
     gradients.start()
     gradients.finish()
     assert table.grad is not None
