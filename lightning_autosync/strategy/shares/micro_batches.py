@@ -160,8 +160,8 @@ def divided(batch: Any, samples: int, size: int, module: nn.Module | None) -> li
         return parts_of(batch, samples, size, None if module is None else loss_weight_of(module))
     except IndivisibleError as error:
         raise PlanError(
-            f"{MICRO_BATCH}: a batch of {samples} samples has {error}, of which it is not known which part belongs to "
-            "which sample; allowed: tensors and lists with one entry for each sample, in tuples, lists and dictionaries"
+            f"{MICRO_BATCH}: a batch of {samples} samples cannot be cut, because it has {error}; allowed: tensors and "
+            "lists with one entry for each sample, in dictionaries, or in tuples and lists that have tensors too"
         ) from None
 
 
