@@ -17,7 +17,6 @@ from lightning_autosync.strategy.shares.micro_batches import MicroBatches, check
 from lightning_autosync.strategy.shares.part_logs import PartLogs
 from lightning_autosync.strategy.shares.parts import parts_of
 
-
 WORDS = [[1, 2], [3], [4, 5, 6, 7], [8]]
 """An entry of another length for each of four samples; the length of one is the number of samples."""
 
@@ -146,6 +145,26 @@ def test_values_of_parts_become_one_value(options: dict[str, Any], value: float)
     assert kept.get("batch_size") == (10 if "batch_size" in options else None)
 
 
+@pytest.mark.parametrize("overridden", [False, True], ids=["named", "passed on"])
+def test_positional_arguments_of_a_log_are_kept(overridden: bool) -> None:
+    kept: list[dict[str, Any]] = []
+
+    class Logging(LightningModule):
+        def log(self, name: str, value: Any, prog_bar: bool = False, own: str = "", **options: Any) -> None:  # type: ignore[override]
+            kept.append({"prog_bar": prog_bar, "own": own, **options})
+
+    class Passing(Logging):
+        def log(self, *args: Any, **options: Any) -> None:
+            super().log(*args, **options)
+
+    module = Passing() if overridden else Logging()
+    logs = PartLogs(module)
+    with logs.part(1.0):
+        module.log("value", 2.0, True, "mine", sync_dist=True)
+    logs.log()
+    assert kept == [{"prog_bar": True, "own": "mine", "sync_dist": True}]
+
+
 @pytest.mark.parametrize(
     ("entry", "first"),
     [
@@ -178,7 +197,9 @@ def test_lists_without_tensors_are_cut_by_samples(entry: Any, first: Any) -> Non
     ids=["tensor", "object", "objects", "short list", "short list of numbers", "named tuple", "mappings"],
 )
 def test_batches_that_cannot_be_cut_are_refused(batch: Any, what: str) -> None:
-    with pytest.raises(PlanError, match=f"^micro_batch: a batch of 4 samples cannot be cut, because it has {what}; allowed: "):
+    with pytest.raises(
+        PlanError, match=f"^micro_batch: a batch of 4 samples cannot be cut, because it has {what}; allowed: "
+    ):
         step(Module(), batch, 4, 2)
 
 
