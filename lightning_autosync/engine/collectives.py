@@ -17,6 +17,8 @@ _Form = tuple[str, list[int], str]
 """Name, shape and dtype of a buffer."""
 CHUNK = 256 * 1024 * 1024
 """Approximate bytes per broadcast."""
+OWN_GROUP = "autosync"
+"""Description of process groups that only this package uses, also on other threads."""
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:

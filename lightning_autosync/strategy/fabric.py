@@ -37,9 +37,11 @@ from lightning_autosync.strategy.settings import (
     read_settings,
 )
 from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
-from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, is_global
+from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares
 from lightning_autosync.strategy.shares.cuts import SharesArgument
+from lightning_autosync.strategy.shares.loaders import is_global
 from lightning_autosync.strategy.shares.losses import loss_weight_of
+from lightning_autosync.strategy.shares.micro_batches import check_norms
 from lightning_autosync.strategy.shares.sampler import is_distributed
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
@@ -143,6 +145,8 @@ class AutoSyncFabricStrategy(DDPStrategy):
                 "batch_shares='auto': a batch is timed for one module, but this is the second one; give a share for "
                 "each rank"
             )
+        if self._shares is not None and self._settings.micro_batch is not None:
+            check_norms(module)
         # Each module has its own group, because ranks may complete messages of two modules in different orders.
         # A group takes the backend's own time-out unless it is told one.
         group = dist.new_group(timeout=timedelta(seconds=self._settings.timeout)) if self._replicas else None

@@ -334,10 +334,9 @@ class AutoSyncMixin(CollectiveCalls):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self._replica.backward(self._scaler):
-            if self._shares is not None:
-                self._shares.before_backward()
-            if self._shares is not None and self._shares.partial is not None:
-                self._backward_in_parts(self._shares.partial, closure_loss, optimizer, *args, **kwargs)
+            divided = None if self._shares is None else self._shares.before_backward()
+            if divided is not None:
+                self._backward_in_parts(divided, closure_loss, optimizer, *args, **kwargs)
             else:
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)

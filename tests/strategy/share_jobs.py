@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -26,10 +28,11 @@ from torch.utils.data import (
 
 from lightning_autosync import AutoSyncFabricStrategy, ClusterSpec, GlobalBatches, GlobalStream
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.collectives import OWN_GROUP, gather_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares import auto
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
+from lightning_autosync.strategy.shares.direct_calls import DirectCalls
 
 FEATURES, CLASSES = 6, 3
 SHARES = (1, 1, 2, 4)
@@ -167,8 +170,12 @@ def distance(one: nn.Module, other: nn.Module) -> float:
     return max(float((mine.detach() - theirs.detach()).abs().max()) for mine, theirs in pairs)
 
 
-def trainer_against_one_process(framework: str = "lightning.pytorch", **strategy: Any) -> dict[str, float]:
+def trainer_against_one_process(
+    framework: str = "lightning.pytorch", pause: float = 0.0, **strategy: Any
+) -> dict[str, float]:
+    """Each forward pass takes ``pause`` seconds longer."""
     module = make_module(framework)
+    module.compute = lambda *_: time.sleep(pause)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     fit(module, framework, strategy, max_epochs=EPOCHS, **options)
     reference = one_process(EPOCHS, 2, 0.5)
@@ -179,11 +186,11 @@ def trainer_against_one_process(framework: str = "lightning.pytorch", **strategy
     }
 
 
-def tuned_against_one_process() -> dict[str, float]:
-    """Another plan every three steps."""
+def tuned_against_one_process(**strategy: Any) -> dict[str, float]:
+    """Another plan every three steps; most plans are opened while a forward pass runs."""
     cluster = ClusterSpec.uniform(4, bandwidth="1 Gbit/s", name="four")
     with tuning_jobs.scripted_switches(every=3) as switches:
-        found = trainer_against_one_process(cluster=cluster, tuning=tuning_jobs.SHORT)
+        found = trainer_against_one_process(cluster=cluster, tuning=tuning_jobs.SHORT, pause=0.02, **strategy)
     return {**found, "switches": len(switches)}
 
 
@@ -271,6 +278,22 @@ def calls_within_a_micro_batch(direct: bool) -> str:
     value = torch.zeros(1)
     call = dist.all_reduce if direct else module.all_gather
     return error_of_step(module, lambda *_: call(value) and None, micro_batch=2)
+
+
+def calls_on_another_thread() -> dict[str, int]:
+    """The number of direct calls after a gather of this package on another thread, and after one of the user's."""
+    own, users = dist.new_group(group_desc=OWN_GROUP), dist.new_group()
+    calls = DirectCalls()
+    calls.begin()
+    numbers = {}
+    for name, group in (("own", own), ("user", users)):
+        thread = Thread(target=gather_json, args=(name, group))
+        thread.start()
+        thread.join()
+        numbers[name] = calls.number
+    dist.destroy_process_group(own)
+    dist.destroy_process_group(users)
+    return numbers
 
 
 def error_of_step(module: Any, compute: Any, **strategy: Any) -> str:
@@ -429,6 +452,30 @@ def runs_out_of_memory(where: str) -> dict[str, Any]:
         "samples": gather_json(counted)[-1][-3:],
         "loss": float(module.trainer.callback_metrics["loss_epoch"]),
     }
+
+
+def synchronized_batch_norm_in_fabric() -> str:
+    """The error for a module that needs all ranks in each forward pass of a micro-batch."""
+    strategy = AutoSyncFabricStrategy(batch_shares=SHARES, micro_batch=2)
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    try:
+        fabric.setup_module(nn.Sequential(network(), nn.SyncBatchNorm(CLASSES)))
+    except PlanError as error:
+        return str(error)
+    finally:
+        fabric.strategy.teardown()
+    return ""
+
+
+def groups_of_two_trainings() -> int:
+    """How many groups of this package's the second of two trainings that overlap leaves beside those of the first."""
+
+    def number() -> int:
+        fit(make_module(), strategy={"batch_shares": "auto", "overlap": "step"}, max_epochs=1)
+        return sum(group.group_desc == OWN_GROUP for group in dist.distributed_c10d._world.pg_map)
+
+    return -number() + number()
 
 
 def second_module() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_autosync.engine.collectives import group_device
+from lightning_autosync.engine.collectives import OWN_GROUP, group_device
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.log import rank_zero_info
@@ -35,6 +36,10 @@ _Times = tuple[float, float, float]
 
 now = time.perf_counter
 """The clock; tests replace it."""
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""The group in which ranks agree with overlap, by default group; later trainings of the process use it again."""
 
 
 class AutoShares(BatchShares):
@@ -114,7 +119,10 @@ class AutoShares(BatchShares):
 
     def overlap(self, timeout: float) -> None:
         # Ranks make these operations at different places between those of the default group.
-        self._group = dist.new_group(timeout=timedelta(seconds=timeout))
+        assert dist.group.WORLD is not None
+        if dist.group.WORLD not in _groups:
+            _groups[dist.group.WORLD] = dist.new_group(timeout=timedelta(seconds=timeout), group_desc=OWN_GROUP)
+        self._group = _groups[dist.group.WORLD]
         self._overlaps = self._begins = True
 
     def end_backward(self, overlaps: bool) -> None:

@@ -12,30 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import PlanError
-from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT, MICRO_BATCH, Cut, Shares, divide, divide_batch
+from lightning_autosync.strategy.shares.loaders import CUTTABLE, global_batches
 from lightning_autosync.strategy.shares.losses import check_loss, loss_weight_of
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.micro_batches import MicroBatches, check_divisible, divided
-from lightning_autosync.strategy.shares.sampler import (
-    GlobalBatches,
-    GlobalOrder,
-    Position,
-    SharedBatchSampler,
-    is_distributed,
-)
+from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
 from lightning_autosync.strategy.shares.streams import GlobalStream, StreamBatches, cut_stream
-
-_CUTTABLE = (
-    "allowed: a DataLoader of a map-style data set with batch_size, shuffle or a sampler, to which Lightning gives its "
-    "distributed sampler (use_distributed_sampler=True); or batch_sampler=GlobalBatches(...), with "
-    "use_distributed_sampler=False; or a GlobalStream with drop_last=True"
-)
-
 
 BatchCutter = SharedBatchSampler | StreamBatches
 
@@ -112,7 +99,7 @@ class BatchShares:
         if isinstance(loader, DataLoader) and isinstance(loader.dataset, GlobalStream):
             sampler = self._cut_stream(loader)
         else:
-            sampler = SharedBatchSampler(*self._global_batches(loader))
+            sampler = SharedBatchSampler(*global_batches(loader, self, self.shares))
         # DataLoader refuses to set this attribute, and only the user's code knows how to make another one.
         object.__setattr__(loader, "batch_sampler", sampler)
         self._sampler = sampler
@@ -122,39 +109,6 @@ class BatchShares:
         assert loader.batch_size is not None
         total = loader.batch_size * len(self.shares)
         return cut_stream(loader, divide_batch(total, self.shares, self.unit), self.rank)
-
-    def _global_batches(self, loader: object) -> tuple[GlobalOrder | GlobalBatches, BatchShares, int | None]:
-        if not isinstance(loader, DataLoader):
-            raise PlanError(f"batch_shares: a {type(loader).__name__} cannot be cut; {_CUTTABLE}")
-        if isinstance(loader.dataset, IterableDataset):
-            raise PlanError(
-                f"batch_shares: {type(loader.dataset).__name__} is an IterableDataset, and may yield other "
-                f"samples on other ranks; {_CUTTABLE}"
-            )
-        batches: Any = loader.batch_sampler  # a GlobalBatches is no sampler of torch's
-        if isinstance(batches, SharedBatchSampler):  # this loader was cut for an earlier training
-            return batches.batches, self, batches.size
-        if isinstance(batches, GlobalBatches):
-            return batches, self, None
-        if type(batches) is not BatchSampler:
-            what = "a DataLoader without automatic batches" if batches is None else f"a {type(batches).__name__}"
-            raise PlanError(f"batch_shares: {what} cannot be cut; {_CUTTABLE}")
-        if not is_distributed(loader):
-            raise PlanError(
-                f"batch_shares: a {type(batches.sampler).__name__} does not say which samples other ranks draw; "
-                f"{_CUTTABLE}"
-            )
-        sampler: Any = batches.sampler
-        samples, total = len(sampler.dataset), batches.batch_size * len(self.shares)
-        parts = divide_batch(total, self.shares, self.unit)
-        if samples < (total if batches.drop_last else len(self.shares)):
-            raise PlanError(
-                f"batch_shares: there are {samples} samples for {len(self.shares)} ranks"
-                + (f" and global batches of {total} (drop_last=True)" if batches.drop_last else "")
-                + "; use more samples or fewer ranks"
-            )
-        rank_zero_info(f"AutoSync: ranks compute {', '.join(map(str, parts))} of the {total} samples of a global batch")
-        return GlobalOrder(sampler, total, batches.drop_last), self, total
 
     def begin_pass(self) -> int:
         """See `Dealer`."""
@@ -192,7 +146,7 @@ class BatchShares:
         """
         sampler = self._sampler if sampler is None else sampler
         if sampler is None:
-            raise PlanError(f"batch_shares: the training data are in no loader that AutoSync cuts; {_CUTTABLE}")
+            raise PlanError(f"batch_shares: the training data are in no loader that AutoSync cuts; {CUTTABLE}")
         self.present = PresentBatch(sampler.take(), sampler, batch if self.needs_batches else None)
 
     def begin_uncut_batch(self) -> None:
@@ -250,7 +204,7 @@ class BatchShares:
         if batch.cut is None:
             raise PlanError(
                 "batch_shares: a gradient arrived, but there is no batch of a loader that AutoSync cuts, or the last "
-                f"batch is of another loader; under Fabric, pass the training loader to setup_dataloaders; {_CUTTABLE}"
+                f"batch is of another loader; under Fabric, pass the training loader to setup_dataloaders; {CUTTABLE}"
             )
         if batch.loss_sum is None:
             return batch.cut.weight
@@ -308,10 +262,15 @@ class BatchShares:
                 return self.checked(whole(), module)
             return self.checked(self.partial.forward(whole, compute, prepare, batch, samples), module)
 
-    def before_backward(self) -> None:
-        """Called before the backward pass of a step, when gradients of steps before have been set to zero."""
+    def before_backward(self) -> PartialSteps | None:
+        """Called before the backward pass of a step, when gradients of steps before have been set to zero.
+
+        Returns:
+            What makes the backward pass; None: it is an ordinary one.
+        """
         if self.micro_batches is not None:
             self.micro_batches.add_held()
+        return self.partial
 
     def divide(
         self, batch: Any, module: nn.Module | None, accumulate: Callable[[], AbstractContextManager[None]]
@@ -324,7 +283,7 @@ class BatchShares:
             accumulate: a context in which backward passes only accumulate gradients.
 
         Raises:
-            PlanError: the batch cannot be cut, or is not the last one of a loader that is cut.
+            PlanError: the batch cannot be cut.
         """
         present = self.present
         if self._micro_batch is None or present.cut is None:
@@ -404,9 +363,10 @@ class BatchShares:
             PlanError: ranks would call it different numbers of times in this step.
         """
         if self._in_step:
-            for divider in (self.partial, self.micro_batches):
-                if divider is not None:
-                    divider.note_collective(what)
+            if self.partial is not None:
+                self.partial.note_collective(what)
+            if self.micro_batches is not None:
+                self.micro_batches.calls.note(what)
         return self.waiting()
 
     def check_gather(self, value: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -432,12 +392,6 @@ class BatchShares:
         divider = self.micro_batches or self.partial
         with nullcontext() if divider is None else divider.calls.left_out():
             yield
-
-
-def is_global(loader: DataLoader[Any]) -> bool:
-    """Whether the user has marked the data of a loader as those of all ranks."""
-    own = isinstance(getattr(loader, "batch_sampler", None), GlobalBatches)
-    return own or isinstance(getattr(loader, "dataset", None), GlobalStream)
 
 
 def check_step(module: nn.Module) -> None:

@@ -27,7 +27,8 @@ _DIFFERENCES = 8
 _TOO_NOISY = 0.35
 """Relative standard deviation of a pass above which times tell no speeds: where the scheduler decides, for example."""
 _CLEARLY = 1.05
-"""With more noise, equal shares have to make three of four passes so many times as fast for a return to them."""
+"""Where noise hides speeds, shares become equal again if that would have made three of four passes this many times as
+fast."""
 _NEVER = 100.0
 """Logarithm of a gain that nothing reaches."""
 _TRIAL, _FASTER = 6, 0.99

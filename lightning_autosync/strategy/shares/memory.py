@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from lightning_autosync.engine import engine
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.first_batch import silent
-from lightning_autosync.strategy.shares.direct_calls import DirectCalls
+from lightning_autosync.strategy.shares.direct_calls import DIRECT, DirectCalls
 from lightning_autosync.strategy.shares.losses import loss_weight_of
 from lightning_autosync.strategy.shares.parts import IndivisibleError, Part, cut, loss_of, parts_of
 from lightning_autosync.workload.preservation import preserved
 
-_DIRECT = "an operation of torch.distributed"
 _ON_CPU = "can't allocate memory"
 """In the message of torch's error on CPUs, which has no class of its own."""
 
@@ -84,7 +83,7 @@ class PartialSteps:
         self._step: _Step | None = None
         self.calls = DirectCalls()
         self._collective = ""
-        self._extra = self._direct = False
+        self._direct = False
 
     def note_collective(self, what: str) -> None:
         """Note that the present attempt calls a collective operation.
@@ -92,8 +91,7 @@ class PartialSteps:
         Raises:
             PlanError: a part of a batch calls it, and other ranks do not call it as often.
         """
-        if self._extra:
-            self._refuse(what)
+        self.calls.note(what)
         self._collective = what
 
     def _refuse(self, what: str) -> NoReturn:
@@ -242,21 +240,14 @@ class PartialSteps:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """The context of a part that logs nothing, and calls no collective operation."""
-        self._extra = True
-        self.calls.begin()
-        try:
-            with silent(self._module):
-                yield
-        finally:
-            self._extra = False
-        if self.calls.number:
-            self._refuse(_DIRECT)
+        with self.calls.within_part(self._refuse), silent(self._module):
+            yield
 
     def _can_repeat(self, batch: Any, samples: int, error: BaseException) -> bool:
         """Whether this rank may make another attempt, in smaller parts, after ``error``."""
         if not _can_divide(batch, samples, error):
             return False
-        called = self._collective or (_DIRECT if self._direct else "")
+        called = self._collective or (DIRECT if self._direct else "")
         if called:
             warnings.warn(
                 f"AutoSync: rank {dist.get_rank()} has no memory for {samples} samples, and cannot compute them in "

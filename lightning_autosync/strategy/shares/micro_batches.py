@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ class MicroBatches:
         self.calls = DirectCalls()
         self._module, self._backward, self._settle = module, backward, settle
         self._held: dict[nn.Parameter, Tensor] = {}
-        self._within_part = False
 
     def forward(
         self, compute: Callable[[Any], Any], prepare: Callable[[], None], batch: Any, samples: int, cut: WeightedBatch
@@ -87,15 +86,8 @@ class MicroBatches:
         return {**output, "loss": output["loss"] + (whole - output["loss"].detach())}
 
     def _compute(self, compute: Callable[[Any], Any], part: Any, logs: PartLogs, share: float) -> dict[str, Any]:
-        self.calls.begin()
-        self._within_part = True
-        try:
-            with logs.part(share):
-                output = compute(part)
-        finally:
-            self._within_part = False
-        if self.calls.number:
-            raise PlanError(_REFUSED.format(what="an operation of torch.distributed"))
+        with self.calls.within_part(_refuse), logs.part(share):
+            output = compute(part)
         loss = loss_of(output)
         if loss is None:
             raise PlanError(
@@ -103,15 +95,6 @@ class MicroBatches:
                 f"{MICRO_BATCH} out"
             )
         return {**output, "loss": loss} if isinstance(output, Mapping) else {"loss": loss}
-
-    def note_collective(self, what: str) -> None:
-        """Refuse a collective operation within a part.
-
-        Raises:
-            PlanError: a part calls it.
-        """
-        if self._within_part:
-            raise PlanError(_REFUSED.format(what=what))
 
     @contextmanager
     def _apart_from_older(self) -> Iterator[None]:
@@ -138,10 +121,12 @@ class MicroBatches:
         self._held = {}
 
 
-_REFUSED = (
-    f"{MICRO_BATCH}: training_step calls {{what}}, but ranks compute different numbers of micro-batches, and would "
-    "call it different numbers of times; log with self.log(..., sync_dist=True), or call it in a hook after the step"
-)
+def _refuse(what: str) -> NoReturn:
+    raise PlanError(
+        f"{MICRO_BATCH}: training_step calls {what}, but ranks compute different numbers of micro-batches, and would "
+        "call it different numbers of times; log with self.log(..., sync_dist=True), or call it in a hook after the "
+        "step"
+    )
 
 
 def divided(batch: Any, samples: int, size: int, module: nn.Module | None) -> list[Part]:
@@ -160,8 +145,8 @@ def divided(batch: Any, samples: int, size: int, module: nn.Module | None) -> li
         return parts_of(batch, samples, size, None if module is None else loss_weight_of(module))
     except IndivisibleError as error:
         raise PlanError(
-            f"{MICRO_BATCH}: a batch of {samples} samples has {error}, of which it is not known which part belongs to "
-            "which sample; allowed: tensors and lists with one entry for each sample, in tuples, lists and dictionaries"
+            f"{MICRO_BATCH}: a batch of {samples} samples cannot be cut, because it has {error}; allowed: tensors and "
+            "lists with one entry for each sample, in dictionaries, or in tuples and lists that have tensors too"
         ) from None
 
 
@@ -169,13 +154,22 @@ def check_divisible(module: nn.Module) -> None:
     """Refuse modules whose batches cannot be computed in parts.
 
     Raises:
-        PlanError: the module optimizes manually, or communicates in each forward pass.
+        PlanError: the module optimizes manually; see also `check_norms`.
     """
     if not module.automatic_optimization:
         raise PlanError(
             f"{MICRO_BATCH}: with manual optimization, training_step makes its own backward passes; allowed with "
             "automatic optimization, and with Fabric"
         )
+    check_norms(module)
+
+
+def check_norms(module: nn.Module) -> None:
+    """Refuse modules whose ranks wait for each other in each forward pass.
+
+    Raises:
+        PlanError: the module contains a ``SyncBatchNorm``.
+    """
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise PlanError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Number
@@ -52,8 +53,7 @@ class PartLogs:
 
         def keep(module: nn.Module, name: str, value: Any, *args: Any, **options: Any) -> None:
             entry = self._entries.setdefault((module, name), _Entry())
-            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-            entry.options = {**dict(zip(names, args, strict=False)), **options}
+            entry.options = _named(module, args, options)
             size = entry.options.get("batch_size")
             entry.sizes += size or 0
             entry.values.append(value.detach() if isinstance(value, Tensor) else value)
@@ -67,6 +67,18 @@ class PartLogs:
         for (module, name), entry in self._entries.items():
             options = {**entry.options, "batch_size": entry.sizes} if entry.sizes else entry.options
             module.log(name, _of_batch(entry), **options)  # type: ignore[operator]
+
+
+def _named(module: nn.Module, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's ``log`` by name, without the name and the value that are logged."""
+    signatures = (inspect.signature(vars(each)["log"]) for each in type(module).__mro__ if "log" in vars(each))
+    # An override with *args passes them to the method of a base class, which names them.
+    signature = next(
+        each for each in signatures if all(one.kind is not one.VAR_POSITIONAL for one in each.parameters.values())
+    )
+    names = list(signature.parameters)[3:]
+    given = signature.bind_partial(module, None, None, *args).arguments
+    return {**{name: given[name] for name in names if name in given}, **options}
 
 
 def _of_batch(entry: _Entry) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ Part = tuple[Any, int, float]
 
 
 class IndivisibleError(Exception):
-    """A batch has something of which it is not known which part belongs to which sample; the message names it."""
+    """It is not known which part of something in a batch belongs to which sample; the message names it."""
 
 
 def parts_of(batch: Any, samples: int, size: int, weigh: Callable[[Any], Any] | None) -> list[Part]:
@@ -43,15 +43,19 @@ def parts_of(batch: Any, samples: int, size: int, weigh: Callable[[Any], Any] | 
 
 
 def cut(value: Any, samples: int, part: slice) -> Any:
-    """A part of a batch: of each tensor, whose first axis has the size ``samples``, and of each list of other values.
+    """A part of a batch: of each tensor, whose first axis has the size ``samples``, and of each list without tensors.
+
+    Lists and tuples that contain tensors are cut tensor by tensor, and so are named tuples and mappings. Other lists
+    and tuples need one entry for each sample, of any nested plain values. Types are kept. Values without a first axis
+    (numbers, strings, tensors without axes) that are entries of the batch itself are those of every part.
 
     Args:
-        value: a batch of tensors, mappings, lists and tuples.
+        value: a batch of tensors, plain values, mappings, lists and tuples.
         samples: number of samples in it.
         part: which samples to keep.
 
     Raises:
-        IndivisibleError: it has other values, or tensors of another size.
+        IndivisibleError: it has other values, or tensors or lists of another size.
     """
     if isinstance(value, Tensor):
         if value.dim() and len(value) != samples:
@@ -62,13 +66,37 @@ def cut(value: Any, samples: int, part: slice) -> Any:
         kept.update({name: cut(each, samples, part) for name, each in value.items()})
         return kept
     if isinstance(value, list | tuple):
-        if len(value) == samples and all(isinstance(each, _PLAIN) for each in value):
-            return value[part]
-        parts = [cut(each, samples, part) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if hasattr(value, "_fields"):
+            return type(value)(*(cut(each, samples, part) for each in value))
+        if not value or any(isinstance(each, Tensor) and each.dim() for each in _leaves(value)):
+            return type(value)(cut(each, samples, part) for each in value)
+        _check_entries(value, samples)
+        return type(value)(value[part])
     if isinstance(value, _PLAIN):
         return value
     raise IndivisibleError(f"a value of type {type(value).__name__}")
+
+
+def _check_entries(value: Sequence[Any], samples: int) -> None:
+    """Refuse a list without tensors to cut, if it does not have a plain entry for each sample.
+
+    Raises:
+        IndivisibleError: it has other entries, or another number of them.
+    """
+    for each in _leaves(value):
+        if not isinstance(each, (*_PLAIN, Tensor)):
+            raise IndivisibleError(f"a value of type {type(each).__name__}")
+    if len(value) != samples:
+        raise IndivisibleError(f"a {type(value).__name__} of {len(value)} entries, none of which is a tensor")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nested mappings, lists and tuples."""
+    if isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(each)
+    else:
+        yield value
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
+from lightning_autosync.engine.collectives import OWN_GROUP
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
@@ -150,7 +151,8 @@ class JobTuning:
         assert self._preparation is not None
         # Compiled now, so that no step has to wait for it.
         self._schedules = [compile_plan(each.plan, found.workload, found.cluster) for each in found.alternatives]
-        self._control = dist.new_group(timeout=timedelta(seconds=self._settings.timeout))
+        timeout = timedelta(seconds=self._settings.timeout)
+        self._control = dist.new_group(timeout=timeout, group_desc=OWN_GROUP)
         # Likewise: so many new objects let Python soon collect its garbage, which would take a step up to 0.5 s.
         gc.collect()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -15,6 +15,17 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares import direct_calls
 from lightning_autosync.strategy.shares.micro_batches import MicroBatches, check_divisible
 from lightning_autosync.strategy.shares.part_logs import PartLogs
+from lightning_autosync.strategy.shares.parts import parts_of
+
+WORDS = [[1, 2], [3], [4, 5, 6, 7], [8]]
+"""An entry of another length for each of four samples; the length of one is the number of samples."""
+
+
+class Pair(NamedTuple):
+    """A part of a batch, or of a sample."""
+
+    one: Any
+    other: Any
 
 
 class Module(LightningModule):
@@ -134,13 +145,61 @@ def test_values_of_parts_become_one_value(options: dict[str, Any], value: float)
     assert kept.get("batch_size") == (10 if "batch_size" in options else None)
 
 
+@pytest.mark.parametrize("overridden", [False, True], ids=["named", "passed on"])
+def test_positional_arguments_of_a_log_are_kept(overridden: bool) -> None:
+    kept: list[dict[str, Any]] = []
+
+    class Logging(LightningModule):
+        def log(self, name: str, value: Any, prog_bar: bool = False, own: str = "", **options: Any) -> None:  # type: ignore[override]
+            kept.append({"prog_bar": prog_bar, "own": own, **options})
+
+    class Passing(Logging):
+        def log(self, *args: Any, **options: Any) -> None:
+            super().log(*args, **options)
+
+    module = Passing() if overridden else Logging()
+    logs = PartLogs(module)
+    with logs.part(1.0):
+        module.log("value", 2.0, True, "mine", sync_dist=True)
+    logs.log()
+    assert kept == [{"prog_bar": True, "own": "mine", "sync_dist": True}]
+
+
+@pytest.mark.parametrize(
+    ("entry", "first"),
+    [
+        (WORDS, WORDS[:2]),
+        (("a", "b", "c", "d"), ("a", "b")),
+        ([torch.tensor(1.0), torch.tensor(2.0)] * 2, [torch.tensor(1.0), torch.tensor(2.0)]),
+        ([{"box": [1, 2]}, {"box": [1, 2, 3, 4]}] * 2, [{"box": [1, 2]}, {"box": [1, 2, 3, 4]}]),
+        (Pair(WORDS, "train"), Pair(WORDS[:2], "train")),
+        ([Pair(1, "a"), Pair(2, "b"), Pair(3, "c"), Pair(4, "d")], [Pair(1, "a"), Pair(2, "b")]),
+        ("train", "train"),
+    ],
+    ids=["lists", "tuple", "numbers", "mappings", "named tuple", "named tuples", "one for all"],
+)
+def test_lists_without_tensors_are_cut_by_samples(entry: Any, first: Any) -> None:
+    ((inputs, found), _, _), _ = parts_of((torch.arange(4), entry), 4, 2, None)
+    assert (inputs.tolist(), found, type(found)) == ([0, 1], first, type(first))
+
+
 @pytest.mark.parametrize(
     ("batch", "what"),
-    [(torch.zeros(3, 3), r"a tensor of shape \(3, 3\)"), ([torch.zeros(4, 3), object()], "a value of type object")],
-    ids=["tensor", "object"],
+    [
+        (torch.zeros(3, 3), r"a tensor of shape \(3, 3\)"),
+        ([torch.zeros(4, 3), object()], "a value of type object"),
+        ([torch.zeros(4, 3), [object()] * 4], "a value of type object"),
+        ((torch.zeros(4, 3), WORDS, ["a", "b", "c"]), "a list of 3 entries, none of which is a tensor"),
+        ((torch.zeros(4, 3), [torch.tensor(1.0)] * 3), "a list of 3 entries, none of which is a tensor"),
+        (Pair(torch.zeros(4, 3), WORDS[:2]), "a list of 2 entries, none of which is a tensor"),
+        ({"inputs": torch.zeros(4, 3), "boxes": [{"box": [1, 2]}]}, "a list of 1 entries, none of which is a tensor"),
+    ],
+    ids=["tensor", "object", "objects", "short list", "short list of numbers", "named tuple", "mappings"],
 )
 def test_batches_that_cannot_be_cut_are_refused(batch: Any, what: str) -> None:
-    with pytest.raises(PlanError, match=f"^micro_batch: a batch of 4 samples has {what}, of which it is not known"):
+    with pytest.raises(
+        PlanError, match=f"^micro_batch: a batch of 4 samples cannot be cut, because it has {what}; allowed: "
+    ):
         step(Module(), batch, 4, 2)
 
 
