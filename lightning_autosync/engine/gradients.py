@@ -22,7 +22,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _SCANNED_BYTES = 4 * 2**20
 """Bytes of a table that are searched at once. The indices of words that are not zero take up to four times as many."""
 _MANY_TOUCHED = 1 / 16
-"""Share of rows with a first element from which the others are copied before their search: fewer are found as fast."""
+"""If at least this share of rows has a first element that is not zero, only the other rows are searched. Below it,
+searching all rows is as fast."""
 
 
 class MessageGradients(ABC):

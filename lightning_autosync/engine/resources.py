@@ -51,7 +51,8 @@ class Resources:
     """Allocates and releases the resources of an engine; collective. Arguments and errors are those of `Engine`.
 
     With ``control``, a group of the same ranks, the collective calls go over that group. Another thread may use
-    ``group`` meanwhile, so training can go on.
+    ``group`` meanwhile, so training can go on. Two-level collectives need new groups, which only the thread that trains
+    can make: schedules with them are a `PlanError` then.
 
     Attributes:
         gradients: the gradients of each message, in schedule order.
@@ -89,7 +90,7 @@ class Resources:
         address = None if cluster is None else cluster.nodes[cluster.rank_nodes[self._rank]].address
         try:
             if not watched and (address is not None or "MASTER_ADDR" in os.environ):
-                detector = open_failure_detector(group, timeout, address)
+                detector = open_failure_detector(self._control, timeout, address)
                 if detector is not None:
                     self._closing.callback(detector.close)
             self._make_two_level_groups(schedule)
@@ -161,6 +162,8 @@ class Resources:
                 if isinstance(transfer, TwoLevelAllReduce):
                     if self._group is not None:
                         raise PlanError("schedule: two-level collectives need the default process group")
+                    if self._control is not None:
+                        raise PlanError("schedule: plans with two-level collectives cannot be tried while a job trains")
                     two_level_groups(transfer.places, self._timeout)
 
     def _open_shared_memory(self, schedule: Schedule) -> None:

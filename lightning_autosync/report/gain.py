@@ -88,7 +88,7 @@ def gain_table(result: GainResult) -> Table:
     """A row for the best DDP, for AutoSync with each option that applies, for each builder, and for the bound."""
     title = f"{result.workload} ({result.bytes / 1e6:.1f} MB) on {result.cluster}, {result.world_size} ranks, predicted"
     table = numbers_table(title, (), ())
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for heading in ("step", "speedup", "MB sent"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("messages")

@@ -112,8 +112,8 @@ def _headlines(run: TuningRun) -> Iterator[Headline]:
 def _ratio(final: FinalComparison, opponent: str, what: str) -> Headline:
     ratio = final.speedup(opponent)
     if opponent == final.winner:
-        return Headline("1.00 x", f"the {what} is the best plan")
-    return Headline(f"{ratio.median:.2f} x", f"as fast as the {what}", f"{ratio.low:.2f} to {ratio.high:.2f}")
+        return Headline("1.00x", f"the {what} is the best plan")
+    return Headline(f"{ratio.median:.2f}x", f"as fast as the {what}", f"{ratio.low:.2f} to {ratio.high:.2f}")
 
 
 def _timelines(run: TuningRun, view: PlanView | None) -> dict[str, Timeline]:

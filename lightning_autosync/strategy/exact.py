@@ -286,12 +286,14 @@ class ExactReplica(Replica):
     def _close_engine(self) -> None:
         if self._engine is None:
             return
-        self._tuning.close()
-        self._memory = self._engine.state_dict()
-        self._engine.close()
-        self._engine = None
-        if self.scale is not None:
-            self.scale.close()
+        try:
+            self._tuning.close()
+        finally:
+            engine, self._engine = self._engine, None
+            self._memory = engine.state_dict()
+            engine.close()
+            if self.scale is not None:
+                self.scale.close()
 
     def _end_pass(self) -> None:
         self._weights.count()

@@ -43,3 +43,10 @@ def test_a_rank_that_has_no_memory_is_an_error_on_all(four) -> None:
     unused = cluster.with_rank_order([first, second, second, first])  # its groups are made for this engine
     errors = four.run(training.two_level_without_memory, cluster=unused.to_dict(), rank=1)
     assert errors == ["rank 1: no memory is left"] * 4
+
+
+def test_a_plan_that_needs_new_groups_is_not_opened_beside_training(four) -> None:
+    cluster = ClusterSpec.uniform(nodes=2, devices=2).to_dict()
+    assert four.run(training.opening_beside_training, builder="all_reduce", cluster=cluster) == ["opened"] * 4
+    for error in four.run(training.opening_beside_training, builder="hierarchical", cluster=cluster):
+        assert error == "schedule: plans with two-level collectives cannot be tried while a job trains"

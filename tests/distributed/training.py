@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine import Engine, StepOverlap, defer_steps
+from lightning_autosync.engine import Engine, StepOverlap, defer_steps, resources
 from lightning_autosync.engine.engine import Waits
 from lightning_autosync.engine.resources import Resources
-from lightning_autosync.errors import OpeningError
+from lightning_autosync.errors import OpeningError, PlanError
 from lightning_autosync.plan import SyncPlan, TwoLevelAllReduce, builders, compile_plan
 from lightning_autosync.workload import Workload, describe, variable_names
 
@@ -119,6 +120,25 @@ def two_level_without_memory(cluster: dict[str, Any], rank: int) -> str:
             return "no error"
     except OpeningError as error:
         return str(error)
+
+
+def opening_beside_training(builder: str, cluster: dict[str, Any]) -> str:
+    """The fault of opening resources with a process group of their own; "opened" if all calls went over it."""
+    spec, module = ClusterSpec.from_dict(cluster), Net()
+    plan = builders.build(builder, describe(module), spec)
+    schedule = compile_plan(plan, describe(module), spec, two_level_collectives=True)
+    control = dist.new_group()
+    with (
+        mock.patch.object(resources, "open_failure_detector", return_value=None) as detector,
+        mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1"),
+    ):
+        try:
+            Resources(dict(variable_names(module)), schedule, None, None, 30.0, control=control).close()
+        except PlanError as error:
+            return str(error)
+        finally:
+            dist.destroy_process_group(control)
+    return "opened" if detector.call_args.args[0] is control else "another group"
 
 
 def group_count() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, ClusterSpec, TuningSettings
 from lightning_autosync.engine.connections import _Connector
+from lightning_autosync.engine.resources import Resources
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
 from lightning_autosync.measure.probe.quick import compare_rates
@@ -36,6 +38,7 @@ from lightning_autosync.strategy.tuning.contest import Contest
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.live import LiveTuner
+from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.pass_times import PassTimes
 from lightning_autosync.strategy.tuning.proposals import JobLinks, Proposals
 from lightning_autosync.strategy.tuning.tuner import Tuner
@@ -238,20 +241,22 @@ def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
 
 
 def slowly_opened() -> dict[str, Any]:
-    """What the steps of a job take whose plans open slowly, and how many steps it makes meanwhile."""
-    reserve, steps, during = ExactReplica._reserve, list[float](), list[int]()
-    after_pass, last = LiveTuner.after_pass, [time.perf_counter()]
+    """The steps that a job makes while one of its plans is opened, which takes until there are ten of them."""
+    reserve, after_pass = ExactReplica._reserve, LiveTuner.after_pass
+    made, during, moved = 0, list[bool](), threading.Condition()
 
     def open_slowly(self: ExactReplica, *arguments: Any) -> Any:
-        before = len(steps)
-        time.sleep(1.0)
-        during.append(len(steps) - before)
+        with moved:
+            enough = made + 10
+            during.append(moved.wait_for(lambda: made >= enough, timeout=60.0))
         return reserve(self, *arguments)
 
     def note(self: LiveTuner) -> str:
+        nonlocal made
         reason = after_pass(self)
-        steps.append(time.perf_counter() - last[0])
-        last[0] = time.perf_counter()
+        with moved:
+            made += 1
+            moved.notify_all()
         return reason
 
     with (
@@ -262,7 +267,44 @@ def slowly_opened() -> dict[str, Any]:
         jobs.fit("Plain", strategy, max_epochs=60)
     report = strategy.report()
     assert report is not None
-    return {"longest": max(steps[1:]), "during": during, "trials": len(report.trials)}
+    return {"during": during, "trials": len(report.trials)}
+
+
+def broken_closing() -> dict[str, Any]:
+    """The error of a job that ends within a trial and whose plans cannot be closed, and what stays open."""
+    opened, closed, groups = list[Resources](), list[Resources](), list[int]()
+    begin, end, close = Resources.__init__, Resources.close, BackgroundOpening.close
+
+    def note_begin(self: Resources, *arguments: Any, **options: Any) -> None:
+        opened.append(self)
+        groups.append(_group_count())
+        begin(self, *arguments, **options)
+
+    def note_end(self: Resources) -> None:
+        closed.append(self)
+        end(self)
+
+    def fail(self: BackgroundOpening) -> None:
+        close(self)
+        raise OSError("a test says so")
+
+    with (
+        mock.patch.object(Resources, "__init__", note_begin),
+        mock.patch.object(Resources, "close", note_end),
+        mock.patch.object(BackgroundOpening, "close", fail),
+        mock.patch.object(Contest, "_decide", return_value=None),
+    ):
+        error = ""
+        try:
+            jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), max_epochs=12)
+        except OSError as cause:
+            error = str(cause)
+    left = [each for each in opened if each not in closed]
+    return {"error": error, "opened": len(opened), "left": len(left), "groups": _group_count() - groups[0]}
+
+
+def _group_count() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def divided() -> str:

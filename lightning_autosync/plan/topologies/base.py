@@ -28,8 +28,7 @@ SMALLEST_SEGMENT = 32 * 1024
 """Smallest bytes of a piece: smaller pieces are dominated by the cost per message."""
 PIECE_SECONDS = 1e-3
 """Seconds that a link takes for the smallest piece of trees of depth one, which have no pipeline from level to level.
-The cost per piece counts on fast links (four links of 1 Gbit/s, four ranks on two cores: with 122 instead of 32 KiB,
-transports took a fifth less time, and steps up to 7% less)."""
+The cost per piece counts on fast links (chosen after two single runs at 1 Gbit/s; other rates were not measured)."""
 PIECES = 96
 """Number of pieces of a transfer within the limits above; filling the pipeline of a tree of depth d takes d pieces."""
 

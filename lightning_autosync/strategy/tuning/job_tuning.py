@@ -267,7 +267,7 @@ class JobTuning:
             candidates=[(each.name, each.predicted) for each in found.alternatives],
             trials=trials,
             tuning=self._ended if tuner is None else tuner.state,
-            checks=self._checks,
+            checks=tuple(self._checks),
             resolution=found,
             constants=self._constants,
             measured=self._measured(),
@@ -289,16 +289,17 @@ class JobTuning:
 
     def close(self) -> None:
         """Stop trials; the engine of the present plan is in use afterwards, and the only one that is open."""
-        if self._tuner is not None:
-            self._trials += self._tuner.trials
-            self._ended = self._tuner.state
-            self._tuner.close()
-            self._resolution = replace(self.resolution, alternatives=self._tuner.alternatives)
-            self._tuner = None
-        if self._control is not None:
-            dist.destroy_process_group(self._control)
-            self._control = None
-        self._recorder = None
+        try:
+            if (tuner := self._tuner) is not None:
+                self._tuner, self._ended = None, tuner.state
+                self._trials += tuner.trials
+                self._resolution = replace(self.resolution, alternatives=tuner.alternatives)
+                tuner.close()
+        finally:
+            self._recorder = None
+            if self._control is not None:
+                dist.destroy_process_group(self._control)
+                self._control = None
 
     def _prepare(self, also: Container[nn.Parameter]) -> Preparation | None:
         """Find links and plans, if the user gave no plan and links matter; collective."""

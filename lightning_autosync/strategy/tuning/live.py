@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -197,13 +198,14 @@ class LiveTuner:
         if self._prices is not None:
             self._prices.stop()
         self._times.forget()
-        self._opening.close()
         if self._tuner.present in self._engines:
             self._switch(self._tuner.present)
-        for index in [each for each in self._engines if each != self._used]:
-            self._engines.pop(index).close()
-        if (engine := self._engines.get(self._used)) is not None:
-            engine.trace(None)
+        with ExitStack() as closing:  # if closing one of them fails, the others are closed nevertheless
+            if (engine := self._engines.get(self._used)) is not None:
+                closing.callback(engine.trace, None)
+            for index in [each for each in self._engines if each != self._used]:
+                closing.callback(self._engines.pop(index).close)
+            closing.callback(self._opening.close)
 
     def _try(self, own: PassTimes) -> str:
         if self._times.under_way:

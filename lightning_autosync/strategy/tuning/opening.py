@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.resources import Resources
-from lightning_autosync.errors import OpeningError
+from lightning_autosync.errors import OpeningError, PeerLost
 
 _TURN = 0.0005
 """Seconds for which this package's work on a thread may keep other threads of Python from running. By default these
 are 0.005 s, and a training step has hundreds of moments at which its thread asks for its turn."""
 
 
+class _Turns:
+    """How many contexts of `short_turns` are open in this process, and the interval that was usual before the first."""
+
+    lock = threading.Lock()
+    open = 0
+    usual = 0.0
+
+
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Within the context, threads of Python that compute take turns ten times as often as usual."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(min(_TURN, usual))
+    """Within the context, threads of Python that compute take turns ten times as often as usual.
+
+    The interval belongs to the process. The last of several contexts, on any threads, restores it.
+    """
+    with _Turns.lock:
+        if not _Turns.open:
+            _Turns.usual = sys.getswitchinterval()
+            sys.setswitchinterval(min(_TURN, _Turns.usual))
+        _Turns.open += 1
     try:
         yield
     finally:
-        sys.setswitchinterval(usual)
+        with _Turns.lock:
+            _Turns.open -= 1
+            if not _Turns.open:
+                sys.setswitchinterval(_Turns.usual)
 
 
 class BackgroundOpening:
@@ -42,6 +61,7 @@ class BackgroundOpening:
         self._reserve = reserve
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autosync-opening")
         self._resources: Future[Resources] | None = None
+        self._told = False
         self._closings: list[Future[None]] = []
         self.plan: int | None = None
 
@@ -58,8 +78,12 @@ class BackgroundOpening:
         if self._resources is None or not self._resources.done():
             return self._resources is not None
         error = self._resources.exception()
-        if error is not None and not isinstance(error, OpeningError):
-            raise error
+        try:
+            if error is not None and not isinstance(error, OpeningError):
+                self._told = True
+                raise error
+        finally:
+            del error  # its traceback would keep itself and the buffers through this frame
         return False
 
     def take(self) -> Resources:
@@ -70,17 +94,32 @@ class BackgroundOpening:
         """
         assert self._resources is not None
         found, self.plan, self._resources = self._resources, None, None
-        return found.result()
+        try:
+            return found.result()
+        finally:
+            del found  # the error's traceback would keep itself and the buffers through this frame
 
     def discard(self, engines: Iterable[Engine]) -> None:
         """Close engines that are not in use, before any plan that is started later is opened."""
         self._closings += [self._thread.submit(engine.release().close) for engine in engines]
 
     def close(self) -> None:
-        """Wait until all is done, and close the plan that was not taken."""
+        """Wait until all is done, and close the plan that was not taken.
+
+        A warning tells if it could not be opened, except where ranks expect that: see `OpeningError` and `PeerLost`.
+        """
         self._thread.shutdown()
-        if self._resources is not None and self._resources.exception() is None:
-            self.take().close()
+        if self._resources is not None:
+            error = self._resources.exception()
+            if error is None:
+                self.take().close()
+            elif not self._told and not isinstance(error, (OpeningError, PeerLost)):
+                warnings.warn(
+                    f"AutoSync: plan {self.plan} of the candidates was not open when trials ended, because opening it "
+                    f"failed: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
+            self._resources = None  # frees what the error's traceback keeps
         for closing in self._closings:
             closing.result()
 

@@ -226,4 +226,4 @@ def test_the_work_of_a_step_grows_with_the_parameters_only(monkeypatch: pytest.M
         overlap.close()
         return len(calls)
 
-    assert looks(40) == 2 * looks(20)
+    assert looks(40) == 2 * looks(20) > 0

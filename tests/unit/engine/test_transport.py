@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from lightning_autosync.engine.transport import _HEADER, UP, Frame, Transport
+from lightning_autosync.engine.transport import _HEADER, UP, Frame, Transport, _Peer
 from lightning_autosync.errors import ExchangeError
 
 
@@ -129,23 +128,33 @@ def test_empty_frames_are_not_stranded(pair: tuple[Transport, Transport], count:
     assert inbox.full.wait(5)
 
 
+class Trickle:
+    """A socket that hands out a stream in parts of ``size`` bytes, one for each call."""
+
+    def __init__(self, stream: bytes, size: int) -> None:
+        self._stream, self._size = stream, size
+
+    def recvmsg_into(self, buffers: list[memoryview]) -> tuple[int]:
+        part = self._stream[: min(self._size, sum(map(len, buffers)))]
+        if not part:
+            raise BlockingIOError
+        self._stream, count = self._stream[len(part) :], len(part)
+        for buffer in buffers:
+            taken, part = part[: len(buffer)], part[len(buffer) :]
+            buffer[: len(taken)] = taken
+        return (count,)
+
+
 @pytest.mark.parametrize("size", [1, 27, 28, 29, 100])
 def test_frames_may_arrive_in_parts_of_any_size(size: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-    sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     payloads = [b"", b"a", bytes(range(60)), b"", bytes(30)]
     stream = b"".join(
         _HEADER.pack(0, 1, 0, piece, UP, len(payload)) + payload for piece, payload in enumerate(payloads)
     )
-    inbox = Inbox(len(payloads))
-    transport = Transport({0: other})
+    inbox, transport = Inbox(len(payloads)), Transport({})
     transport.register(0, inbox)
-    for start in range(0, len(stream), size):
-        sender.sendall(stream[start : start + size])
-        time.sleep(0.001)  # so that the parts are received one by one
-    assert inbox.full.wait(10)
-    assert inbox.frames == list(enumerate(payloads))
+    peer = _Peer(0, Trickle(stream, size))  # type: ignore[arg-type]
+    for _ in stream:
+        transport._read(peer)
     transport.close()
-    sender.close()
+    assert inbox.frames == list(enumerate(payloads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ def test_the_table_fits_80_columns_and_times_are_in_the_unit_that_fits(result: G
     assert "2.50x" in choice
     assert "9 star" in choice
     assert not any("1.500 s" in line for line in lines)
+    first_column = "".join(re.split("[│|]", line)[1].strip() for line in lines if re.search("[│|]", line))
+    assert "random_axis_partitioned_all_reduce" in first_column
 
 
 def test_the_verb_prints_the_table_and_leaves_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_autosync.errors import ExchangeError, OpeningError
+from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening, short_turns
 
 
@@ -95,6 +99,64 @@ def test_another_error_is_told_at_once_because_other_ranks_may_wait() -> None:
     opening.close()
 
 
+@pytest.mark.parametrize("kind", [OpeningError, ExchangeError])
+def test_buffers_of_a_plan_that_could_not_be_opened_are_freed_at_once(kind: type[Exception]) -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def reserve(_: int) -> Any:
+        buffer = torch.zeros(10)
+        kept.append(weakref.ref(buffer))
+        raise kind("no memory")
+
+    gc.disable()
+    try:
+        opening = opening_of(reserve)
+        opening.start(1)
+        settled(opening)
+        with pytest.raises(kind) as caught:
+            opening.take() if kind is OpeningError else opening.is_under_way()
+        opening.close()
+        del caught, opening
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError("a test says so"), True),
+        (ExchangeError("a test says so"), True),
+        (OpeningError("rank 1: no memory"), False),
+        (PeerLost(1, "it died"), False),
+    ],
+)
+def test_a_plan_that_was_not_taken_tells_an_unexpected_error(error: Exception, told: bool) -> None:
+    def reserve(_: int) -> Any:
+        raise error
+
+    opening = opening_of(reserve)
+    opening.start(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opening.close()
+    text = f"plan 2 of the candidates was not open when trials ended, because opening it failed: {type(error).__name__}"
+    assert [text in str(each.message) for each in caught] == [True] * told
+
+
+def test_an_error_that_training_was_told_is_not_told_again() -> None:
+    def reserve(_: int) -> Any:
+        raise MemoryError
+
+    opening = opening_of(reserve)
+    opening.start(2)
+    with pytest.raises(MemoryError):
+        settled(opening).is_under_way()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opening.close()
+
+
 def test_an_error_of_closing_is_told_at_the_end() -> None:
     class Broken(Resources):
         def close(self) -> None:
@@ -110,4 +172,15 @@ def test_threads_take_short_turns_within_the_context_only() -> None:
     usual = sys.getswitchinterval()
     with short_turns():
         assert sys.getswitchinterval() <= 0.001
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_contexts_that_overlap_restore_the_usual_turns() -> None:
+    usual = sys.getswitchinterval()
+    one, other = short_turns(), short_turns()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert sys.getswitchinterval() <= 0.001
+    other.__exit__(None, None, None)
     assert sys.getswitchinterval() == pytest.approx(usual)
