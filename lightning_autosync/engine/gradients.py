@@ -153,8 +153,8 @@ class DenseGradients(MessageGradients):
         ]
         # Bound beforehand, because each step goes through all parameters.
         self._targets = [(one, view, view.data_ptr()) for one, view in zip(parameters, self._views, strict=True)]
-        # Together, gradients cost a third of the time that each costs by itself between operators of the backward pass.
-        # On an accelerator, each is packed on the stream that made it.
+        # Packed one by one, between operators of the backward pass, gradients take more CPU time: 5 ms for 400 small
+        # ones. On an accelerator, each is packed on the stream that made it.
         self._packs_together = buffer.device.type == "cpu"
         self._counts = buffer[message.numel :]
         self._filled = [False] * len(parameters)

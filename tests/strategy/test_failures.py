@@ -41,7 +41,7 @@ def not_launched(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"semantics": "loose"}, ValueError, "exact, compressed, relaxed"),
+        ({"semantics": "loose"}, ValueError, "'exact' or 'compressed' or 'relaxed'"),
         ({"scheduling": "fifo"}, ValueError, "'batch'"),
         ({"plan": "all_reduced"}, PlanError, "all_reduced.*builders are"),
         ({"plan": "missing.yaml"}, PlanError, "missing.yaml.*cannot be read"),
