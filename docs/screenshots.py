@@ -1,6 +1,7 @@
-"""Takes the screenshots of the documentation into ``docs/images``: ``python docs/screenshots.py RUN``.
+"""Takes the screenshots of the documentation into ``docs/images``: ``python docs/screenshots.py RUN PAGE SITE``.
 
-``RUN`` is the directory of an ``autosync tune`` with its ``report.html``. Needs Chromium.
+``RUN`` is the directory of an ``autosync tune`` with its ``report.html``, ``PAGE`` the page of a training, saved by
+``strategy.report().save("sync.html")``, and ``SITE`` the folder that ``make docs`` fills. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 def main() -> None:
     """Take all screenshots."""
-    shoot(Path(sys.argv[1], "report.html"), "tuning-report", 1100, 1240)
+    run, page, site = map(Path, sys.argv[1:])
+    shoot(run / "report.html", "tuning-report", 1100, 1240)
+    shoot(page, "training-page", 1100, 1240)
+    shoot(site / "index.html", "site", 1280, 900)
     with tempfile.TemporaryDirectory() as folder:
         shoot_terminal(Path(folder), PREDICTION, "terminal-predict")
 
