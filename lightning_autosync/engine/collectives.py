@@ -20,6 +20,10 @@ CHUNK = 256 * 1024 * 1024
 OWN_GROUP = "autosync"
 """Description of process groups that only this package uses, also on other threads."""
 
+# torch 2.13 renamed these functions.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
     """The device on which the group's collectives need their tensors."""

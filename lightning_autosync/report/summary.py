@@ -106,7 +106,7 @@ def _search(run: TuningRun) -> Iterator[str]:
         hits = sum(run.hit(trial) for trial in run.proposals)
         yield f"Of {len(run.proposals)} proposals of the sampler {hits} ({run.hit_rate:.0%}) beat the best builder."
     if run.trials_to_98 is not None:
-        yield f"98% of the final speed was reached after {counted(run.trials_to_98, 'trial')}."
+        yield f"98% of the best trial's speed was reached after {counted(run.trials_to_98, 'trial')}."
     if run.drift.seen:
         yield f"The machine's speed drifted by {run.drift.spread:.0%}. Times of trials are therefore relative to a"
         yield "reference plan, which was measured repeatedly."

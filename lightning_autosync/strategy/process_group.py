@@ -217,6 +217,7 @@ NAMES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group"),
     *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
+    *(name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)),  # since torch 2.13
 )
 """Functions of ``torch.distributed`` that wait for every rank."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_autosync.engine.codecs import make_codec
 from lightning_autosync.engine.codecs.casts import CastCodec
+from lightning_autosync.engine.collectives import all_gather_single
 from lightning_autosync.engine.exchanges.base import CodedRange, Exchange, new_residual
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, TwoLevelAllReduce
@@ -253,6 +254,6 @@ class _PaddedRange:
             self._padded[: self._values.numel()] = self._values
         dist.reduce_scatter_tensor(self._share, self._padded, group=groups.place)
         dist.all_reduce(self._share, group=groups.rail)
-        dist.all_gather_into_tensor(self._padded, self._share, group=groups.place)
+        all_gather_single(self._padded, self._share, group=groups.place)
         if self._padded is not self._values:
             self._values.copy_(self._padded[: self._values.numel()])

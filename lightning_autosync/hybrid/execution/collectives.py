@@ -6,23 +6,18 @@ much as an all-reduce.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autosync.engine.collectives import all_gather_single, reduce_scatter_single
 from lightning_autosync.hybrid.execution.live_mesh import Line
-
-# torch 2.13 renamed these functions.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather(tensor: Tensor, line: Line) -> Tensor:
     """[ranks, ...] every rank's tensor [...]."""
     found = tensor.new_empty((line.size, *tensor.shape))
-    _all_gather(found.view(-1), tensor.contiguous().view(-1), group=line.group)
+    all_gather_single(found.view(-1), tensor.contiguous().view(-1), group=line.group)
     return found if line.order is None else found[list(line.order)]
 
 
@@ -30,7 +25,7 @@ def scatter(blocks: Tensor, line: Line) -> Tensor:
     """[...] the sum over ranks of their blocks for this rank, from ``blocks`` [ranks, ...] on each rank."""
     if dist.get_backend(line.group) != "gloo":
         found = blocks.new_empty(blocks.shape[1:])
-        _reduce_scatter(found.view(-1), _by_rank(blocks, line).contiguous().view(-1), group=line.group)
+        reduce_scatter_single(found.view(-1), _by_rank(blocks, line).contiguous().view(-1), group=line.group)
         return found
     received = exchange(blocks, line)
     # Sum narrow types in float32, because they would round after each summand.

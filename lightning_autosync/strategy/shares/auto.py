@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_autosync.engine.collectives import OWN_GROUP, group_device
+from lightning_autosync.engine.collectives import OWN_GROUP, all_gather_single, group_device
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.log import rank_zero_info
@@ -211,7 +211,7 @@ class AutoShares(BatchShares):
         bound = math.inf if self.partial is None else self.partial.limit
         own = torch.tensor([[bound, *times]], dtype=torch.float64, device=group_device(self._group))
         table = own.new_zeros(len(self.shares), own.shape[1])
-        self._under_way = (table, dist.all_gather_into_tensor(table, own, self._group, async_op=True))
+        self._under_way = (table, all_gather_single(table, own, self._group, async_op=True))
 
     def _decide(self) -> None:
         """Wait for the times of all ranks, which are those of the same passes, and decide whether shares change."""
