@@ -29,7 +29,8 @@ from lightning_autosync.engine.exchanges.shared_memory import SharedMemory, Shar
 from lightning_autosync.engine.exchanges.staging import StagedExchange, StagedRowExchange
 from lightning_autosync.engine.exchanges.trees import TreeExchange
 from lightning_autosync.engine.failure_detector import open_failure_detector
-from lightning_autosync.engine.gradients import DenseGradients, MessageGradients, RowGradients, real_view
+from lightning_autosync.engine.gradients import DenseGradients, MessageGradients, real_view
+from lightning_autosync.engine.row_gradients import RowGradients
 from lightning_autosync.engine.transport import Transport
 from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost, PlanError
 from lightning_autosync.plan.pacing import pacing_rates

@@ -19,7 +19,7 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.engine.exchanges.rows import Rows, add_rows
 from lightning_autosync.engine.exchanges.trees import TreeExchange
-from lightning_autosync.engine.gradients import touched_rows
+from lightning_autosync.engine.row_gradients import touched_rows
 from lightning_autosync.engine.transport import UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.conditions import usable_cores

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autosync.engine.exchanges.rows import Rows
-from lightning_autosync.engine.gradients import touched_rows
+from lightning_autosync.engine.row_gradients import touched_rows
 from lightning_autosync.plan.servers import Piece, ServerLayout, Shard
 from lightning_autosync.relaxed.server.gradients import DenseGradient, Gradients, unpack_rows
 from lightning_autosync.relaxed.transport.payload import Unpacked

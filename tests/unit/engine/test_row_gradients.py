@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_autosync.engine import gradients as module
-from lightning_autosync.engine.gradients import RowGradients, touched_rows
+from lightning_autosync.engine import row_gradients as module
+from lightning_autosync.engine.row_gradients import RowGradients, touched_rows
 
 
 class Alone:
