@@ -11,6 +11,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import quick_yaml  # noqa: F401
 import torch
 import torch.distributed as dist
 from shared_pool import SharedPool

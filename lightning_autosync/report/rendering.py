@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
+from lightning_autosync.documents import as_yaml
 
 
 def render(name: str, **values: Any) -> str:
@@ -23,8 +23,7 @@ def render(name: str, **values: Any) -> str:
 
 def yaml_text(data: Any) -> str:
     """Plain data as YAML, in the given order."""
-    text: str = yaml.safe_dump(data, sort_keys=False, width=100, default_flow_style=None)
-    return text
+    return as_yaml(data, width=100)
 
 
 def milliseconds(seconds: float) -> str:

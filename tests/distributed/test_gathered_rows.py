@@ -8,6 +8,7 @@ import pytest
 import recommender
 from clusters import asymmetric_cluster, shared_nodes, uneven_cluster
 from recommender import Recommender, workload_of
+from sweeps import crossed
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import builders
@@ -23,11 +24,10 @@ CLUSTERS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
-def test_training_equals_ddps(pool, cluster: ClusterSpec, kind: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), crossed(list(CLUSTERS), list(KINDS)))
+def test_training_equals_ddps(pool, name: str, kind: str) -> None:
     """Batches of all ranks touch one row in a step, and accumulated gradients several."""
-    workload = workload_of(Recommender(sparse=False), kind)
+    cluster, workload = CLUSTERS[name], workload_of(Recommender(sparse=False), kind)
     plan = builders.gathered_rows(workload, cluster).to_dict()
     arguments = {"plans": [plan], "cluster": cluster.to_dict(), "sparse": KINDS[kind]}
     for micro_batches in (1, 3):

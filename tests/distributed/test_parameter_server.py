@@ -41,7 +41,11 @@ def spread(servers: list[int], world_size: int, only: int = 0, **fields: Any) ->
     return SyncPlan(world_size=world_size, servers=only, groups=(group,), **fields)
 
 
-@pytest.mark.parametrize(("kind", "options", "overlap"), crossed(OPTIMIZERS, [False, True]))
+OTHERS = [pytest.param(*case, overlap, marks=pytest.mark.slow) for case in OPTIMIZERS[2:] for overlap in (False, True)]
+"""What optimizers do to slices is compared in tests/unit/relaxed/test_shard_store.py, too."""
+
+
+@pytest.mark.parametrize(("kind", "options", "overlap"), [*crossed(OPTIMIZERS[:2], [False, True]), *OTHERS])
 def test_in_step_they_equal_ddp(pool, kind: str, options: dict[str, Any], overlap: bool) -> None:
     workload, cluster = describe(Net()), uneven_cluster(3)
     made = [
@@ -171,7 +175,7 @@ def test_few_rows_travel(pool, sparse: bool) -> None:
 CHECKPOINTS = {"NAdam": {}, "ASGD": {"t0": 1.0}, "Rprop": {}, **dict(OPTIMIZERS)}
 
 
-@pytest.mark.parametrize("kind", sweep(CHECKPOINTS, ["AdamW", "ASGD", "SGD"]))
+@pytest.mark.parametrize("kind", sweep(CHECKPOINTS, ["AdamW", "ASGD"]))
 def test_a_checkpoint_goes_on_with_other_servers(pool, kind: str) -> None:
     workload, cluster = describe(Net()), uneven_cluster(3)
     first = spread([0, 1, 2], 3).to_dict()
@@ -184,13 +188,14 @@ def test_a_checkpoint_goes_on_with_other_servers(pool, kind: str) -> None:
 
 
 MODES: list[dict[str, Any]] = [
+    {"mode": "synchronous"},
     {"mode": "bounded_staleness", "staleness": 0},
     {"mode": "bounded_staleness", "staleness": 2},
     {"mode": "asynchronous"},
 ]
 
 
-@pytest.mark.parametrize("consistency", [{"mode": "synchronous"}, *MODES])
+@pytest.mark.parametrize("consistency", sweep(MODES, [MODES[0], *MODES[2:]]))
 def test_staleness_is_bounded_and_all_end_alike(pool, consistency: dict[str, Any]) -> None:
     plan = spread([0, 3], 3, only=1, consistency=consistency)
     steps, pauses = [12, 5, 9], [0.0, 0.05, 0.01]
@@ -211,7 +216,7 @@ def test_staleness_is_bounded_and_all_end_alike(pool, consistency: dict[str, Any
     assert all(one["mean"] == pytest.approx([mean, mean]) for one in found)
 
 
-@pytest.mark.parametrize("consistency", [{"mode": "synchronous"}, *MODES])
+@pytest.mark.parametrize("consistency", sweep(MODES, [MODES[0], *MODES[2:]]))
 def test_no_push_is_lost_or_applied_twice(pool, consistency: dict[str, Any]) -> None:
     workload = describe(Net())
     variables = tuple(

@@ -66,8 +66,8 @@ def train(
             optimizer.zero_grad()
             steps += 1
             store.add(f"steps{rank}", 1)
-            # Slow workers of different speeds.
-            time.sleep(0.003 * (1 + rank))
+            # Slow workers of different speeds, which leave other tests some of the cores.
+            time.sleep(0.015 * (1 + rank))
         began = time.monotonic()
         running.finish()
         running.drain()

@@ -13,7 +13,8 @@ from crew import KILL, STOP, Crew, draw_faults
 from test_mesh_faults import SLACK
 
 SIZE = 4
-PAUSES = [0.004, 0.002, 0.008, 0.002]
+PAUSES = [0.016, 0.008, 0.032, 0.008]
+"""Seconds between steps, so that other tests have some of the cores."""
 WAYS: dict[str, dict[str, Any]] = {
     "partial reduce": {"mode": "partial_reduce", "group_size": 2, "weighting": "dynamic"},
     "diloco": {"mode": "periodic", "period": 5, "outer": "diloco"},

@@ -37,7 +37,7 @@ def make_model(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def equal_after_training(
-    model: str, meshes: list[list[int]], seeds: list[int], steps: int = 8, optimizer: str = "adamw"
+    model: str, meshes: list[list[int]], seeds: list[int], steps: int = 4, optimizer: str = "adamw"
 ) -> dict[str, float]:
     """For each mesh and seed of a random plan, how far the weights end from those of one process, relatively."""
     found = {}
@@ -48,7 +48,7 @@ def equal_after_training(
     return found
 
 
-def distance(model: str, plan: HybridPlan, steps: int = 8, optimizer: str = "adamw") -> float:
+def distance(model: str, plan: HybridPlan, steps: int = 4, optimizer: str = "adamw") -> float:
     """How far the weights are from those of one process, relatively; steps of two batches each, clipped."""
     size = plan.world_size
     if dist.get_rank() >= size:

@@ -16,7 +16,7 @@ def test_right_rewrites_are_accepted(pool: Any, model: str) -> None:
     assert set(pool.run(calls.check, model=model)) == {""}
 
 
-@pytest.mark.parametrize("fault", sweep(FAULTS, [*FAULTS][::6]))
+@pytest.mark.parametrize("fault", sweep(FAULTS, [*FAULTS][::9]))
 def test_wrong_rewrites_are_refused(pool: Any, fault: str) -> None:
     told = pool.run(calls.check, model=FAULTS[fault][0], fault=fault)[:4]
     assert len(set(told)) == 1, "every rank is told the same"
@@ -48,7 +48,7 @@ def test_an_optimizer_from_before_the_split_is_refused(pool: Any) -> None:
     assert told.startswith("EquivalenceError: the optimizer has state for the whole of parameter 'embed.weight'")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", sweep(["float32", "float64"], ["float64"]))
 def test_weights_of_several_dtypes(pool: Any, dtype: str) -> None:
     assert set(pool.run(calls.check_dtypes, dtype=dtype)) == {""}
 

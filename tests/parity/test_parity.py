@@ -12,16 +12,13 @@ from parity.matrix import DIFFERENT, Crew, crew, pairs
 
 SELECTION = {
     "data replaced in on_after_backward": "default",
-    "grokfast ema": "ring",
     "gradients kept for later": "servers",
-    "post accumulate hooks that replace data": "trees",
     "as views, noise added": "default",
     "create graph": "default",
     "LBFGS": "servers",
     "sharpness aware by hand": "trees",
     "sparse embedding with sparse adam": "ring",
     "adversaries, toggled": "default",
-    "closure given by hand": "native",
     "convolution, channels last, fused": "default",
     "parameter: complex": "ring",
     "parameter: empty": "trees",
@@ -32,8 +29,6 @@ SELECTION = {
     "written by DDP, resumed by AutoSync": "default",
     "written by AutoSync, resumed by DDP": "native",
     "fabric, clipped and accumulated": "default",
-    "fabric, saved by DDP, loaded by AutoSync": "native",
-    "manual optimization with toggles": "default",
 }
 """Case, and the plan that it runs by."""
 

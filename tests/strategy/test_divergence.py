@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import divergence_jobs
 import pytest
-from sweeps import crossed
+from sweeps import crossed, sweep
 
 PLANS = [{}, {"plan": "all_reduce"}, {"plan": "packed_trees"}]
+SHORT = [{}, {"plan": "packed_trees"}]
 A_MESSAGE_EACH = {"plan": "all_reduce", "bucket_cap_mb": 1e-6}
 """So that a parameter that is frozen is a whole message."""
 WAYS = [*PLANS, A_MESSAGE_EACH, {"static_graph": True}]
@@ -123,14 +124,16 @@ def test_the_comparison_of_weights_can_be_left_out(duo) -> None:
     assert second > 0.1
 
 
-@pytest.mark.parametrize("strategy", PLANS)
+@pytest.mark.parametrize("strategy", sweep(PLANS, SHORT))
 def test_networks_that_are_frozen_in_turn_keep_their_engine(duo, strategy: dict[str, str]) -> None:
     for found in duo.run(divergence_jobs.in_turn, **strategy):
         assert found["distance"] < 1e-6
         assert found["plans"] <= 2
 
 
-@pytest.mark.parametrize("strategy", [*PLANS, A_MESSAGE_EACH, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize(
+    "strategy", sweep([*PLANS, A_MESSAGE_EACH, {"gradient_as_bucket_view": True}], [*SHORT, A_MESSAGE_EACH])
+)
 def test_networks_that_are_frozen_in_turn_exchange_each_message_once_under_fabric(duo, strategy) -> None:
     for found in duo.run(divergence_jobs.in_turn_under_fabric, **strategy):
         assert found["distance"] < 1e-6
@@ -139,7 +142,7 @@ def test_networks_that_are_frozen_in_turn_exchange_each_message_once_under_fabri
         assert found["gathers"] == 0
 
 
-@pytest.mark.parametrize("strategy", [*PLANS, A_MESSAGE_EACH])
+@pytest.mark.parametrize("strategy", sweep([*PLANS, A_MESSAGE_EACH], [{}, A_MESSAGE_EACH]))
 def test_one_rank_that_freezes_more_than_others_in_turn_is_an_error_on_all(duo, strategy) -> None:
     for error in duo.run(divergence_jobs.odd_in_turn, **strategy):
         assert error.startswith(
@@ -147,7 +150,7 @@ def test_one_rank_that_freezes_more_than_others_in_turn_is_an_error_on_all(duo, 
         )
 
 
-@pytest.mark.parametrize("strategy", PLANS)
+@pytest.mark.parametrize("strategy", sweep(PLANS, SHORT))
 def test_a_new_part_trains_while_others_are_frozen_in_turn(duo, strategy) -> None:
     assert duo.run(divergence_jobs.new_head_in_turn, **strategy) == [0.0, 0.0]
 
@@ -162,7 +165,7 @@ def test_a_part_may_begin_to_train_as_another_is_frozen(duo) -> None:
     assert duo.run(divergence_jobs.one_for_another) == [[1.0, 1.0]] * 2
 
 
-@pytest.mark.parametrize("strategy", [*PLANS, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("strategy", sweep([*PLANS, {"gradient_as_bucket_view": True}], SHORT))
 def test_parameters_that_get_another_dtype_are_synchronized(duo, strategy) -> None:
     assert duo.run(divergence_jobs.other_dtype, **strategy) == [[0.5] * 4] * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jobs
 import pytest
+from sweeps import crossed
 
 
 @pytest.mark.parametrize(
@@ -37,8 +38,7 @@ def test_a_rank_may_run_a_module_more_often_than_others(duo, changes: str, expec
     assert duo.run(jobs.fabric_looks, changes=changes) == [expected, expected]
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-@pytest.mark.parametrize("fabric", [True, False], ids=["fabric", "manual optimization"])
+@pytest.mark.parametrize(("fabric", "static_graph"), crossed([True, False], [False, True]))
 def test_blocks_in_reentrant_checkpoints_share_one_exchange(duo, fabric: bool, static_graph: bool) -> None:
     for found in duo.run(jobs.adapters, fabric=fabric, static_graph=static_graph):
         assert found["passes"] == 8

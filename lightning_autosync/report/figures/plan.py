@@ -125,14 +125,21 @@ def _first(method: str, plan: SyncPlan, shown: Sequence[int], index: int) -> str
 
 
 def _draw_reducers(axes: Axes, schedule: Schedule, shown: Sequence[int]) -> None:
+    from matplotlib.colors import to_rgba
+
     ranks = schedule.world_size
-    for row, index in enumerate(shown):
-        for rank, share in enumerate(reducers(schedule.messages[index], ranks)):
-            if share <= 0:
-                continue
-            axes.barh(row, 0.92, left=rank - 0.46, height=0.76, color=BLUE, alpha=0.12 + 0.5 * share)
-            if ranks <= _MOST_RANKS_WITH_NUMBERS:
-                axes.text(rank, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=INK)
+    cells = [
+        (row, rank, share)
+        for row, index in enumerate(shown)
+        for rank, share in enumerate(reducers(schedule.messages[index], ranks))
+        if share > 0
+    ]
+    if cells:
+        colors = [to_rgba(BLUE, 0.12 + 0.5 * share) for _, _, share in cells]
+        rows, lefts = [row for row, _, _ in cells], [rank - 0.46 for _, rank, _ in cells]
+        axes.barh(rows, 0.92, left=lefts, height=0.76, color=colors)
+    for row, rank, share in cells if ranks <= _MOST_RANKS_WITH_NUMBERS else ():
+        axes.text(rank, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=INK)
     axes.set_xlim(-0.6, ranks - 0.4)
     step = max(1, ranks // _MOST_RANKS_WITH_NUMBERS)
     axes.set_xticks(range(0, ranks, step))

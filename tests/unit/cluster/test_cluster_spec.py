@@ -12,6 +12,7 @@ import pytest
 import yaml
 from cluster_strategies import random_clusters
 from hypothesis import given
+from schemas import check_schema
 from sweeps import examples
 
 from lightning_autosync.cluster import (
@@ -110,9 +111,8 @@ def test_shipped_clusters_load_round_trip_and_meet_their_schema(name: str, tmp_p
         spec.save(path)
         assert ClusterSpec.load(path) == spec == resolve_cluster(path) == resolve_cluster(str(path))
         assert ClusterSpec.load(path).fingerprint == spec.fingerprint
-    schema = ClusterSpec.json_schema()
-    jsonschema.validate(yaml.safe_load(shipped_clusters()[name].read_text()), schema)
-    jsonschema.validate(spec.to_dict(), schema)
+    check_schema(ClusterSpec, yaml.safe_load(shipped_clusters()[name].read_text()))
+    check_schema(ClusterSpec, spec.to_dict())
 
 
 BEYOND: tuple[dict[str, Any], ...] = (
@@ -138,7 +138,7 @@ def test_the_schema_refuses_what_loading_refuses() -> None:
         with pytest.raises(ClusterError):
             ClusterSpec.from_dict(data)
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(data, ClusterSpec.json_schema())
+            check_schema(ClusterSpec, data)
 
 
 @given(random_clusters())

@@ -22,6 +22,8 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Compressor, Message, Round, RowBroadcast, Tree
 
 TABLE, WIDTH, STEPS = 12, 2, 3
+TIMEOUT = 60.0
+"""Seconds; on a busy machine each of a hundred frames waits for several threads in turn."""
 DIRECT = RowBroadcast(0, TABLE * WIDTH, (Tree((-1, 0)), Tree((1, -1))), 4)
 
 
@@ -57,19 +59,28 @@ def message_of(transfers: tuple[RowBroadcast, ...]) -> Message:
     return Message(0, "table", ("table",), numel, "float32", 0, TABLE, Compressor(), 0, rounds)
 
 
+def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection. Callers that other tests have left look for their own server, and may find this one."""
+    caller = socket.create_connection(server.getsockname())
+    while True:
+        answerer, address = server.accept()
+        if address == caller.getsockname():
+            return caller, answerer
+        answerer.close()
+
+
 @contextmanager
 def exchanges(transfers: tuple[RowBroadcast, ...], size: int) -> Iterator[list[RowGatherExchange]]:
     """The exchange of each of ``size`` ranks, connected to all others."""
     ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         for one, other in combinations(range(size), 2):
-            ends[one][other] = socket.create_connection(server.getsockname())
-            ends[other][one] = server.accept()[0]
+            ends[one][other], ends[other][one] = connected(server)
     transports = [Transport(sockets) for sockets in ends]
     message = message_of(transfers)
     try:
         yield [
-            RowGatherExchange(transport, 0, rank, message, WIDTH, torch.float32, 10.0)
+            RowGatherExchange(transport, 0, rank, message, WIDTH, torch.float32, TIMEOUT)
             for rank, transport in enumerate(transports)
         ]
     finally:

@@ -7,12 +7,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-import jsonschema
 import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planned_models import bert, gpt2, mlp
+from schemas import check_schema
 from sweeps import examples
 from torch import nn
 
@@ -56,7 +56,7 @@ def test_files_keep_everything(tmp_path_factory: pytest.TempPathFactory, suffix:
     path = tmp_path_factory.mktemp("plans") / f"plan.{suffix}"
     plan.save(path)
     assert HybridPlan.load(path) == plan
-    jsonschema.validate(json.loads(json.dumps(plan.to_dict())), HybridPlan.json_schema())
+    check_schema(HybridPlan, json.loads(json.dumps(plan.to_dict())))
     assert plan.describe().startswith(f"hybrid plan {plan.fingerprint}")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from collective_traffic import TrafficLog, pretended_job
 from planned_models import MODELS, drawn, graph_of, home, tables_of
-from sweeps import sweep
+from sweeps import SHARE, sweep
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
@@ -65,7 +65,7 @@ def test_predicted_bytes_are_those_that_are_logged(name: str, mesh: tuple[int, .
     model, batch = MODELS[name]
     graph, cluster = graph_of(name), ClusterSpec.uniform(math.prod(mesh), 1, "200 Mbit/s")
     found, rng = tables_of(graph, cluster, mesh), random.Random(math.prod(mesh))
-    choices = [home(found), list(exact(found)[0]), *(drawn(found, rng) for _ in range(6))]
+    choices = [home(found), list(exact(found)[0]), *(drawn(found, rng) for _ in range(max(2, round(6 * SHARE))))]
     for choice in choices:
         plan = plan_of(found, choice)
         assert logged(model().train(), batch, plan) == stated(predict(plan, graph, cluster)), plan.describe()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schemas import check_schema
 from sweeps import examples
 
 from lightning_autosync.errors import DocumentError
@@ -57,7 +57,7 @@ def test_rates_are_a_document(tmp_path) -> None:
     rates = HybridRates(flops=1e9, all_reduce=CollectiveRate(call=1e-3, peer=0, host=0))
     rates.save(tmp_path / "rates.yaml")
     assert HybridRates.load(tmp_path / "rates.yaml") == rates
-    jsonschema.validate(rates.to_dict(), HybridRates.json_schema())
+    check_schema(HybridRates, rates.to_dict())
     (tmp_path / "wrong.yaml").write_text("format: autosync-hybrid-rates/1\nflops: fast\n")
     with pytest.raises(DocumentError, match=r"wrong\.yaml: flops:"):
         HybridRates.load(tmp_path / "wrong.yaml")

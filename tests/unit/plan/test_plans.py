@@ -6,12 +6,12 @@ import json
 import sys
 
 import forked
-import jsonschema
 import pytest
 from clusters import shared_nodes
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans
+from schemas import check_schema
 from sweeps import examples
 
 from lightning_autosync.plan import (
@@ -53,7 +53,7 @@ def test_files_keep_everything(tmp_path_factory: pytest.TempPathFactory, suffix:
     loaded = SyncPlan.load(path)
     assert loaded == plan
     assert loaded.fingerprint == plan.fingerprint
-    jsonschema.validate(json.loads(json.dumps(plan.to_dict())), SyncPlan.json_schema())
+    check_schema(SyncPlan, json.loads(json.dumps(plan.to_dict())))
 
 
 @examples(60)

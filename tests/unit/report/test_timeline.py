@@ -81,6 +81,12 @@ def test_a_trace_has_every_span_in_microseconds(tmp_path: Path) -> None:
     }
 
 
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests draw; each picture takes half a second."""
+    monkeypatch.setattr("lightning_autosync.report.predict.write_timelines", lambda *_: None)
+
+
 def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),), backward_time=0.5)
@@ -98,6 +104,7 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     assert result["critical_path"][0]["name"] == "backward"
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_predict_tells_what_batch_shares_would_give(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=4, bandwidth=1e9)
     slow = cluster.nodes[3].model_copy(update={"speed": 0.25})
@@ -125,6 +132,7 @@ def test_of_a_large_cluster_predict_states_a_cut_bound() -> None:
     assert "synchronization bound     2.065 s (cut bound)" in text  # 80 nodes send 2 x 79 times the size
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_share_of_the_bound_is_that_of_exact_plans(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),))
@@ -134,6 +142,7 @@ def test_the_share_of_the_bound_is_that_of_exact_plans(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text())["bound_share"] is None
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_bound_of_a_table_counts_the_rows_that_travel(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
     table = Variable(name="table", shape=(250_000, 1), kind="row_sparse", rows=2_500)
@@ -144,6 +153,7 @@ def test_the_bound_of_a_table_counts_the_rows_that_travel(tmp_path: Path) -> Non
     assert 0 < result["bound_share"] <= 1
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_bound_of_links_with_bursts_has_them(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),), forward_time=1.0)
