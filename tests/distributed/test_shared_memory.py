@@ -9,9 +9,7 @@ import shared_calls
 from sweeps import crossed
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bucket_bytes"), crossed(["float64", "float32", "float16", "bfloat16"], [1, 2**20])
-)
+@pytest.mark.parametrize(("dtype", "bucket_bytes"), crossed(["float64", "float32", "float16", "bfloat16"], [1, 2**20]))
 def test_every_element_is_the_mean_on_all_ranks(pool, dtype: str, bucket_bytes: int) -> None:
     values = [4.0, 8.0, -2.0, 6.0]
     for found in pool.run(shared_calls.summed, dtype=dtype, values=values, bucket_bytes=bucket_bytes)[:4]:

@@ -36,8 +36,8 @@ from lightning_autosync.strategy.shares.direct_calls import DirectCalls
 
 FEATURES, CLASSES = 6, 3
 SHARES = (1, 1, 2, 4)
-EPOCHS = 9
-"""Of trainings that are compared."""
+EPOCHS = 4
+"""Of trainings that are compared, if no plans are tried in them."""
 SAMPLES = 82
 """Of global batches of 16, the last one has 2 samples: ranks 0 and 1 get none of them."""
 BATCH = 4
@@ -171,14 +171,14 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 
 def trainer_against_one_process(
-    framework: str = "lightning.pytorch", pause: float = 0.0, **strategy: Any
+    framework: str = "lightning.pytorch", pause: float = 0.0, epochs: int = EPOCHS, **strategy: Any
 ) -> dict[str, float]:
     """Each forward pass takes ``pause`` seconds longer."""
     module = make_module(framework)
     module.compute = lambda *_: time.sleep(pause)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    fit(module, framework, strategy, max_epochs=EPOCHS, **options)
-    reference = one_process(EPOCHS, 2, 0.5)
+    fit(module, framework, strategy, max_epochs=epochs, **options)
+    reference = one_process(epochs, 2, 0.5)
     return {
         "distance": distance(module.network, reference),
         "moved": distance(reference, network()),
@@ -190,7 +190,8 @@ def tuned_against_one_process(**strategy: Any) -> dict[str, float]:
     """Another plan every three steps; most plans are opened while a forward pass runs."""
     cluster = ClusterSpec.uniform(4, bandwidth="1 Gbit/s", name="four")
     with tuning_jobs.scripted_switches(every=3) as switches:
-        found = trainer_against_one_process(cluster=cluster, tuning=tuning_jobs.SHORT, pause=0.02, **strategy)
+        options = {"cluster": cluster, "tuning": tuning_jobs.SHORT, **strategy}
+        found = trainer_against_one_process(pause=0.02, epochs=9, **options)
     return {**found, "switches": len(switches)}
 
 
@@ -383,12 +384,15 @@ def slows_down(
         if fabric:
             seen, lost = slows_down_in_fabric(compute, workers, overlap)
         else:
-            seen, lost = slows_down_in_trainer(compute, workers, sampler, overlap)
+            batches = max(begin, (begin + 24) // 2)  # of an epoch, so that the shares have changed before two are over
+            seen, lost = slows_down_in_trainer(compute, batches, workers, sampler, overlap)
     return {"samples": seen, "lost": lost}
 
 
-def slows_down_in_trainer(compute: Any, workers: int, sampler: str, overlap: str | None) -> tuple[list[int], float]:
-    samples = 16 * 40 + (0 if sampler == "stream" else 3)
+def slows_down_in_trainer(
+    compute: Any, batches: int, workers: int, sampler: str, overlap: str | None
+) -> tuple[list[int], float]:
+    samples = 16 * batches + (0 if sampler == "stream" else 3)
     module = make_module(sampler=sampler, workers=workers, samples=samples)
     module.compute = compute
     fit(module, max_epochs=2, strategy={"batch_shares": "auto", "overlap": overlap})

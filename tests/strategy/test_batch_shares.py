@@ -82,10 +82,10 @@ def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet, op
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"begin": 25},
+        {"begin": 9},
         pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow),
         {"begin": 9, "fabric": True},
-        {"begin": 25, "overlap": "step"},
+        {"begin": 9, "overlap": "step"},
         pytest.param({"begin": 9, "overlap": "step", "fabric": True}, marks=pytest.mark.slow),
         pytest.param({"begin": 25, "sampler": "stream"}, marks=pytest.mark.slow),
     ],

@@ -20,6 +20,7 @@ import models
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional as F
@@ -240,8 +241,20 @@ def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
     return {"distance": jobs.distance(ours, theirs), "logged": logged, "report": report.to_dict()}
 
 
+class EndsWhenTried(Callback):
+    """Ends training when ``tried`` is set, which all ranks do in the same step."""
+
+    tried = False
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = self.tried
+
+
 def slowly_opened() -> dict[str, Any]:
-    """The steps that a job makes while one of its plans is opened, which takes until there are ten of them."""
+    """The steps that a job makes while one of its plans is opened, which takes until there are ten of them.
+
+    The job ends with its first trial.
+    """
     reserve, after_pass = ExactReplica._reserve, LiveTuner.after_pass
     made, during, moved = 0, list[bool](), threading.Condition()
 
@@ -254,17 +267,20 @@ def slowly_opened() -> dict[str, Any]:
     def note(self: LiveTuner) -> str:
         nonlocal made
         reason = after_pass(self)
+        ending.tried = bool(self.trials)
         with moved:
             made += 1
             moved.notify_all()
         return reason
+
+    ending = EndsWhenTried()
 
     with (
         mock.patch.object(ExactReplica, "_reserve", open_slowly),
         mock.patch.object(LiveTuner, "after_pass", note),
     ):
         strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=1))
-        jobs.fit("Plain", strategy, max_epochs=60)
+        jobs.fit("Plain", strategy, max_epochs=60, callbacks=[ending])
     report = strategy.report()
     assert report is not None
     return {"during": during, "trials": len(report.trials)}
