@@ -92,6 +92,6 @@ def test_single_precision_equals_ddp(pool) -> None:
     workload = describe(Net())
     made = [builders.build(name, workload, cluster) for name in SPANNING]
     for found in pool.run(
-        training.distances, plans=[plan.to_dict() for plan in made], cluster=cluster.to_dict(), steps=5
+        training.distances, plans=[plan.to_dict() for plan in made], cluster=cluster.to_dict(), steps=3
     )[:4]:
         assert max(found) < 1e-5

@@ -74,7 +74,7 @@ def test_logged_means_count_samples(quartet, options: dict[str, int]) -> None:
         assert found["epoch"][0] == pytest.approx(found["epoch"][1])
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}], ids=str)
+@pytest.mark.parametrize("options", sweep([{}, {"micro_batch": 2}], [{"micro_batch": 2}]), ids=str)
 def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet, options: dict[str, int]) -> None:
     assert max(quartet.run(share_jobs.means_over_terms, **options)) < 1e-6
 

@@ -60,7 +60,7 @@ def message_of(transfers: tuple[RowBroadcast, ...]) -> Message:
 
 
 def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection. Callers that other tests left look for a server of their own, and may find this one."""
+    """Both ends of a connection. Callers that other tests left look for their own server, and may find this one."""
     caller = socket.create_connection(server.getsockname())
     while True:
         answerer, address = server.accept()

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from planned_models import MODELS, TOKENS, drawn, gpt2, graph_of, home, mlp, tables_of
-from sweeps import sweep
+from sweeps import SHARE, sweep
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError, PlanError
@@ -35,7 +35,7 @@ def test_a_prediction_adds_up_to_what_the_search_compares(name: str, mesh: tuple
     graph, (model, _) = graph_of(name), MODELS[name]
     cluster = ClusterSpec.uniform(int(numpy.prod(mesh)) // 2, 2, "200 Mbit/s")
     found, rng = tables_of(graph, cluster, mesh), random.Random(0)
-    for _ in range(8):
+    for _ in range(max(3, round(8 * SHARE))):
         choice = drawn(found, rng)
         plan = plan_of(found, choice)
         check_plan(plan, model(), cluster.world_size)

@@ -150,7 +150,10 @@ def test_native_cannot_be_excluded() -> None:
         ranked(exclude=["native"])
 
 
-@pytest.mark.parametrize(("cluster", "workload"), crossed([STAR, shared_nodes(4), shared_nodes(5)], [LAYERS, TABLE]))
+@pytest.mark.parametrize(
+    ("cluster", "workload"),
+    [*crossed([STAR, shared_nodes(4)], [LAYERS, TABLE]), pytest.param(shared_nodes(5), LAYERS, marks=pytest.mark.slow)],
+)
 def test_native_only_is_collectives_alone(workload: Workload, cluster: ClusterSpec) -> None:
     for one in ranked(workload, cluster, native_only=True):
         schedule = compile_plan(one.plan, workload, cluster, two_level_collectives=True)
