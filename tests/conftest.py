@@ -11,7 +11,6 @@ from pathlib import Path
 
 import forked
 import pytest
-import quick_yaml  # noqa: F401
 import torch
 import torch.distributed as dist
 from shared_pool import SharedPool

@@ -43,7 +43,6 @@ FURTHER = [
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "tests.warm_replay",
-    "tests.quick_yaml",
 ]
 """What it imports, too, if all tests are to use it."""
 LAST = "tests.settled"

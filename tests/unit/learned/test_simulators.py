@@ -152,7 +152,7 @@ def test_fitting_twice_the_same_gives_the_same(samples: list[Sample]) -> None:
     made = []
     for _ in range(2):
         simulator = LearnedEstimator("hetero", CONSTANTS, members=1, training=Training(epochs=2, least_steps=0))
-        simulator.fit(samples[:20])
+        simulator.fit(samples[:8])
         sample = samples[0]
         made.append(simulator.estimate(sample.workload, sample.cluster, [sample.plan]).seconds)
     assert made[0] == pytest.approx(made[1], rel=1e-6)
@@ -163,8 +163,8 @@ def test_a_callers_own_draws_go_on_undisturbed(name: str, samples: list[Sample],
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
     simulator = LearnedEstimator(name, CONSTANTS, members=2, training=Training(epochs=1, least_steps=0))
-    simulator.fit(samples[:10])
-    simulator.fit(samples[10:20])
+    simulator.fit(samples[:4])
+    simulator.fit(samples[4:8])
     simulator.save(tmp_path)
     load_simulator(tmp_path)
     assert torch.equal(torch.random.get_rng_state(), before)
