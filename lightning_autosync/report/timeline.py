@@ -92,7 +92,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], *paths: str | os.PathLike[
     figure = timelines_figure(timelines, width=7 * len(timelines) + 1)
     for path in paths:
         save_figure(figure, path, dpi=120)
-        figure.set_layout_engine("none")  # places do not depend on the format, and to find them takes most of the time
+        figure.set_layout_engine("none")  # which has found all places for all formats
 
 
 def timelines_figure(timelines: Mapping[str, Timeline], width: float, max_links: int = _MAX_ROWS) -> Figure:
