@@ -31,7 +31,7 @@ class Vector(nn.Module):
 
 
 def summed(plan: dict[str, Any], cluster: dict[str, Any], steps: int = 3, elements: int = ELEMENTS) -> list[Any] | None:
-    """Digests of the mean gradient of each step, and the bytes that this rank sent; None on ranks outside the cluster."""
+    """Digests of each step's mean gradient, and the bytes that this rank sent; None on ranks outside the cluster."""
     described, planned = ClusterSpec.from_dict(cluster), SyncPlan.from_dict(plan)
     group = subgroup(described.world_size)
     if group is None:
