@@ -20,6 +20,8 @@ PortRange = tuple[int, int]
 """The first and the last port."""
 VARIABLE = "AUTOSYNC_PORT_RANGE"
 """Environment variable with the range, as in ``20000-20100``."""
+ADDRESSES = "AUTOSYNC_ADDRESSES"
+"""Environment variable with the addresses of this rank's network interfaces, where the cluster does not tell them."""
 
 _LAST = 65535
 _ALLOWED = f"allowed: the first and the last port, from 1 to {_LAST}, for example"

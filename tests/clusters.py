@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from random import Random
 
@@ -48,4 +49,27 @@ def asymmetric_cluster(shape: str, size: int, random: Random) -> ClusterSpec:
         for a, b in ends
     ]
     fields = {"name": shape, "nodes": [{"name": node} for node in nodes], "switches": switches, "links": links}
+    return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, **fields})
+
+
+def two_interfaces(
+    first: Sequence[float], second: Sequence[float], addresses: Sequence[Sequence[str]] = (), trunk: float | None = None
+) -> ClusterSpec:
+    """Nodes with an interface to each of two switches.
+
+    Args:
+        first, second: [nodes] bytes/s of the links of each node's interfaces.
+        addresses: [nodes, 2] addresses of the interfaces.
+        trunk: bytes/s of a link between the switches.
+    """
+    nodes, links = [], []
+    for place, rates in enumerate(zip(first, second, strict=True)):
+        interfaces = [{"name": f"eth{number}", "links": [f"s{number}"]} for number in range(2)]
+        for interface, address in zip(interfaces, addresses[place] if addresses else (), strict=False):
+            interface["address"] = address
+        nodes.append({"name": f"n{place}", "interfaces": interfaces})
+        links += [{"a": f"n{place}", "b": f"s{number}", "bandwidth": rate} for number, rate in enumerate(rates)]
+    if trunk is not None:
+        links.append({"a": "s0", "b": "s1", "bandwidth": trunk})
+    fields = {"name": "two_interfaces", "nodes": nodes, "switches": ["s0", "s1"], "links": links}
     return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, **fields})

@@ -22,7 +22,7 @@ from lightning_autosync.cluster.files import (
 )
 from lightning_autosync.cluster.link_graph import Channel, LinkGraph
 from lightning_autosync.cluster.packing import PackedTree, TreePacking, pack_trees
-from lightning_autosync.cluster.spec import ClusterSpec, Link, Node
+from lightning_autosync.cluster.spec import ClusterSpec, Interface, Link, Node
 from lightning_autosync.cluster.units import (
     FRAMING,
     PAYLOAD_SHARE,
@@ -41,6 +41,7 @@ __all__ = [
     "Bytes",
     "Channel",
     "ClusterSpec",
+    "Interface",
     "Limit",
     "Link",
     "LinkGraph",

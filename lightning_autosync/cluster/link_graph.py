@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy
@@ -50,7 +51,8 @@ class LinkGraph:
     link.
 
     A route is the path with the smallest latency, then the fewest hops, then the largest bottleneck rate. The way back
-    uses the same path if that is optimal, too; so on symmetric links routes are mirror images.
+    uses the same path if that is optimal, too; so on symmetric links routes are mirror images. A route over an
+    interface (0 for the first of each node) uses no links of other interfaces.
 
     Attributes:
         spec: the cluster.
@@ -62,11 +64,8 @@ class LinkGraph:
         self.spec = spec
         self.channels: tuple[Channel, ...] = tuple(_channels(spec))
         self.ends = tuple(_endpoint(spec, rank) for rank in range(spec.world_size))
-        self._outgoing: dict[str, list[int]] = {}
-        for index, channel in enumerate(self.channels):
-            self._outgoing.setdefault(channel.source, []).append(index)
-        self._paths: dict[str, dict[str, tuple[int, ...]]] = {}
-        self._routes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._paths: dict[tuple[int, str], dict[str, tuple[int, ...]]] = {}
+        self._routes: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     @property
     def world_size(self) -> int:
@@ -112,18 +111,26 @@ class LinkGraph:
         """Whether the links form a tree, so that there is only one way between any two places."""
         return len(self.places) == len(self.channels) // 2 + 1
 
-    def route(self, i: int, j: int) -> tuple[int, ...]:
-        """Indices of the channels from rank ``i`` to rank ``j``, in order; empty if they are the same."""
+    def route(self, i: int, j: int, interface: int = 0) -> tuple[int, ...]:
+        """Indices of the channels from rank ``i`` to rank ``j``, in order; empty if they are the same.
+
+        Raises:
+            ClusterError: a rank does not exist, or not every node has the interface.
+        """
         for rank in (i, j):
             if not 0 <= rank < self.world_size:
                 raise ClusterError(f"rank {rank}: not in 0..{self.world_size - 1} of cluster '{self.spec.name}'")
-        if (i, j) not in self._routes:
-            self._routes[i, j] = self._find_route(i, j)
-        return self._routes[i, j]
+        if not 0 <= interface < self.spec.interface_count:
+            raise ClusterError(
+                f"interface {interface}: not in 0..{self.spec.interface_count - 1}, which all nodes have"
+            )
+        if (interface, i, j) not in self._routes:
+            self._routes[interface, i, j] = self._find_route(i, j, interface)
+        return self._routes[interface, i, j]
 
-    def bandwidth(self, i: int, j: int) -> float:
+    def bandwidth(self, i: int, j: int, interface: int = 0) -> float:
         """Bytes/s from rank ``i`` to rank ``j`` while no other rank sends; infinite from a rank to itself."""
-        return float(self.capacities[list(self.route(i, j))].min(initial=math.inf))
+        return float(self.capacities[list(self.route(i, j, interface))].min(initial=math.inf))
 
     def latency(self, i: int, j: int) -> float:
         """Latency in seconds from rank ``i`` to rank ``j``."""
@@ -136,53 +143,63 @@ class LinkGraph:
             loads[list(self.route(i, j))] += 1
         return loads
 
-    def load_rows(self, transfers: Iterable[Sequence[tuple[int, int]]]) -> csr_array:
-        """The `loads` of several sequences of transfers, as a sparse matrix [sequences, channels]."""
-        routes = [[channel for pair in pairs for channel in self.route(*pair)] for pairs in transfers]
+    def load_rows(
+        self, transfers: Iterable[Sequence[tuple[int, int]]], interfaces: Iterable[int] | None = None
+    ) -> csr_array:
+        """The numbers of uses by several sequences of transfers, as a sparse matrix [sequences, channels].
+
+        ``interfaces`` [sequences] are those over which the transfers run; None is the first for all.
+        """
+        routes = [
+            [channel for pair in pairs for channel in self.route(*pair, interface)]
+            for pairs, interface in zip(transfers, repeat(0) if interfaces is None else interfaces, strict=False)
+        ]
         ends = numpy.cumsum([0, *map(len, routes)])
         columns = numpy.fromiter((channel for route in routes for channel in route), dtype=numpy.int64)
         rows = csr_array((numpy.ones(len(columns)), columns, ends), shape=(len(routes), len(self.channels)))
         rows.sum_duplicates()
         return rows
 
-    def _find_route(self, i: int, j: int) -> tuple[int, ...]:
-        path = self._path(self.ends[i], self.ends[j])
+    def _find_route(self, i: int, j: int, interface: int) -> tuple[int, ...]:
+        source, target = self.ends[i], self.ends[j]
+        if (interface, source) not in self._paths:
+            self._paths[interface, source] = self._paths_from(source, interface)
+        path = self._paths[interface, source][target]
         if i <= j:
             return path
-        back = tuple(channel ^ 1 for channel in reversed(self.route(j, i)))
+        back = tuple(channel ^ 1 for channel in reversed(self.route(j, i, interface)))
         return back if self._bottleneck(back) == self._bottleneck(path) else path
 
-    def _path(self, source: str, target: str) -> tuple[int, ...]:
-        if source not in self._paths:
-            self._paths[source] = self._paths_from(source)
-        return self._paths[source][target]
-
-    def _paths_from(self, source: str) -> dict[str, tuple[int, ...]]:
+    def _paths_from(self, source: str, interface: int) -> dict[str, tuple[int, ...]]:
         """The widest among the shortest paths to every place; ties are broken by lower channel indices."""
         import networkx  # late: it takes long to import
 
-        distance = networkx.single_source_dijkstra_path_length(self._graph, source)
+        graph = self._graphs[interface]
+        distance = networkx.single_source_dijkstra_path_length(graph, source)
         paths: dict[str, tuple[int, ...]] = {source: ()}
         for place in distance:  # Dijkstra's order, nearest first: paths to a place are final before they are extended
-            for index in self._outgoing.get(place, ()):
-                target = self.channels[index].target
-                if distance[place] + self._length(index) > distance[target]:
+            for target, edge in graph[place].items():
+                if distance[place] + edge["weight"] > distance[target]:
                     continue
-                path = (*paths[place], index)
+                path = (*paths[place], edge["channel"])
                 if target not in paths or self._preference(path) < self._preference(paths[target]):
                     paths[target] = path
         return paths
 
     @cached_property
-    def _graph(self) -> networkx.DiGraph:
+    def _graphs(self) -> list[networkx.DiGraph]:
+        """For each interface, its channels between places."""
         import networkx
 
-        graph = networkx.DiGraph()
-        graph.add_nodes_from(self.places)
-        graph.add_nodes_from(self.ends)
-        for index, channel in enumerate(self.channels):
-            graph.add_edge(channel.source, channel.target, weight=self._length(index))
-        return graph
+        graphs = [networkx.DiGraph() for _ in range(self.spec.interface_count)]
+        for interface, graph in enumerate(graphs):
+            graph.add_nodes_from(self.places)
+            graph.add_nodes_from(self.ends)
+            for index, channel in enumerate(self.channels):
+                link = index // 2
+                if link >= len(self.spec.links) or self.spec.carries(interface, self.spec.links[link]):
+                    graph.add_edge(channel.source, channel.target, weight=self._length(index), channel=index)
+        return graphs
 
     def _length(self, index: int) -> int:
         """Latency first and hops second in one integer: sums of integers are exact, so equal paths compare equal."""

@@ -9,6 +9,9 @@ Reducing and broadcasting along the same tree is optimal if all links are symmet
 and a broadcast tree with the same root are packed, up to `EXACT_RANKS` ranks. The cheapest pair under channel prices is
 then two minimum spanning arborescences.
 
+Where each node has several network interfaces, trees over all of these are packed together. All edges of a tree (or of
+a pair) use one interface.
+
 Beyond `EXACT_RANKS` ranks the program is solved for classes of alike ranks (:mod:`.sketches`), if the cluster has them,
 and its solution is spread over the ranks of each class (:mod:`.spreading`). Without classes the program over all pairs
 of ranks is solved for any number of ranks.
@@ -20,7 +23,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import repeat
+from typing import Any, TypeVar
 
 import numpy
 from scipy.sparse import csc_array, csr_array
@@ -53,6 +57,10 @@ TreePair = tuple[Parents, Parents]
 """A reduce tree and a broadcast tree with the same root."""
 
 
+_Tree = TypeVar("_Tree")
+Routed = tuple[_Tree, int]
+"""A tree or a pair of trees, and the interface over which its edges are routed."""
+
 _RATE_KEPT_FOR_SHALLOW = 0.99
 _WORTH_OF_RATE = 0.5  # in levels of height
 _WORTH_OF_WORK = 0.1  # below the worth of rate for any tree, as no rank has world_size neighbours
@@ -70,11 +78,13 @@ class PackedTree:
         weight: share of the data on the tree; all weights sum to 1.
         parents: [ranks] parent of each rank in the reduce tree, -1 at the root.
         broadcast: the same in the broadcast tree; None for the same edges back.
+        interface: interface of each node over which the ranks are connected, 0 for the first.
     """
 
     weight: float
     parents: Parents
     broadcast: Parents | None = None
+    interface: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
     link_graph = LinkGraph(spec)
     if spec.world_size == 1:
         return TreePacking(math.inf, (PackedTree(1.0, (-1,)),))
-    if spec.world_size > EXACT_RANKS and (classes := rank_classes(link_graph)):
+    if spec.world_size > EXACT_RANKS and spec.interface_count == 1 and (classes := rank_classes(link_graph)):
         return _spread_packing(classes)
     single = _few_trees(mirrored_packing(link_graph), link_graph)
     if link_graph.symmetric or spec.world_size > EXACT_RANKS:
@@ -109,7 +119,7 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
     return single if single.rate >= _RATE_KEPT_IN_ALL * pairs.rate else _few_trees(pairs, link_graph)
 
 
-def _few_trees(packing: Packing[EdgeTree] | Packing[TreePair], link_graph: LinkGraph) -> TreePacking:
+def _few_trees(packing: Packing[Routed[EdgeTree]] | Packing[Routed[TreePair]], link_graph: LinkGraph) -> TreePacking:
     weights = _shallow_weights(packing, link_graph.capacities, link_graph.world_size)
     rate, weights = drop_small(weights, packing, link_graph.capacities, _RATE_KEPT_IN_ALL * packing.rate)
     return TreePacking(rate, _root_trees(packing.columns, weights, link_graph.world_size))
@@ -137,7 +147,8 @@ def _spread_packing(classes: RankClasses) -> TreePacking:
         if rate >= _RATE_KEPT_IN_ALL * packing.rate:
             break
     rate = max(reached)
-    return TreePacking(rate, _root_trees(*reached[rate], classes.link_graph.world_size))
+    trees, weights = reached[rate]
+    return TreePacking(rate, _root_trees([(tree, 0) for tree in trees], weights, classes.link_graph.world_size))
 
 
 def _shallow_sketches(packing: Packing[Sketch], classes: RankClasses) -> list[tuple[Sketch, float]]:
@@ -151,7 +162,7 @@ def _shallow_sketches(packing: Packing[Sketch], classes: RankClasses) -> list[tu
     return [(sketch, share) for sketch, share in zip(packing.columns, kept.tolist(), strict=True) if share > 0]
 
 
-def best_packing(link_graph: LinkGraph) -> Packing[EdgeTree] | Packing[TreePair]:
+def best_packing(link_graph: LinkGraph) -> Packing[Routed[EdgeTree]] | Packing[Routed[TreePair]]:
     """The best packing over two or more ranks: of pairs of trees, or of trees used in both directions.
 
     If all links are symmetric, a pair and its mirror image can be averaged, so that pairs are no better.
@@ -159,42 +170,48 @@ def best_packing(link_graph: LinkGraph) -> Packing[EdgeTree] | Packing[TreePair]
     return mirrored_packing(link_graph) if link_graph.symmetric else paired_packing(link_graph)
 
 
-def mirrored_packing(link_graph: LinkGraph) -> Packing[EdgeTree]:
+def mirrored_packing(link_graph: LinkGraph) -> Packing[Routed[EdgeTree]]:
     """The best packing of trees used in both directions, over two or more ranks, with all generated trees."""
-    world_size = link_graph.world_size
+    world_size, interfaces = link_graph.world_size, range(link_graph.spec.interface_count)
     pairs = [(i, j) for i in range(world_size) for j in range(i + 1, world_size)]
-    pair_loads = link_graph.load_rows([(i, j), (j, i)] for i, j in pairs)
-    row = {pair: index for index, pair in enumerate(pairs)}
+    keys = [(pair, interface) for interface in interfaces for pair in pairs]
+    pair_loads = link_graph.load_rows(([(i, j), (j, i)] for (i, j), _ in keys), [interface for _, interface in keys])
+    row = {key: number for number, key in enumerate(keys)}
 
-    def load(trees: Sequence[EdgeTree]) -> csc_array:
-        edges = numpy.array([row[edge] for tree in trees for edge in sorted(tree)], dtype=numpy.int64)
-        ends = numpy.arange(len(trees) + 1) * (world_size - 1)
-        chosen = csr_array((numpy.ones(len(edges)), edges, ends), shape=(len(trees), len(pairs)))
+    def load(columns: Sequence[Routed[EdgeTree]]) -> csc_array:
+        edges = numpy.array([row[e, interface] for tree, interface in columns for e in sorted(tree)], dtype=numpy.int64)
+        ends = numpy.arange(len(columns) + 1) * (world_size - 1)
+        chosen = csr_array((numpy.ones(len(edges)), edges, ends), shape=(len(columns), len(row)))
         return (chosen @ pair_loads).T.tocsc()
 
-    return generate_columns(link_graph.capacities, _seeds(link_graph.spec), load, _pricing(pair_loads, world_size))
+    seeds = [(tree, interface) for interface in interfaces for tree in _seeds(link_graph.spec)]
+    return generate_columns(link_graph.capacities, seeds, load, _pricing(pair_loads, world_size))
 
 
-def paired_packing(link_graph: LinkGraph) -> Packing[TreePair]:
+def paired_packing(link_graph: LinkGraph) -> Packing[Routed[TreePair]]:
     """The best packing of pairs of trees with the same root, one for the reduce and one for the broadcast."""
-    count, costs = link_graph.world_size, arc_costs(link_graph)
+    count, interfaces = link_graph.world_size, range(link_graph.spec.interface_count)
+    costs = [arc_costs(link_graph, interface) for interface in interfaces]
 
-    def load(pairs: Sequence[TreePair]) -> csc_array:
-        return link_graph.load_rows(map(transfers_of, pairs)).T.tocsc()
+    def load(columns: Sequence[Routed[TreePair]]) -> csc_array:
+        trees, interfaces = [transfers_of(tree) for tree, _ in columns], [interface for _, interface in columns]
+        return link_graph.load_rows(trees, interfaces).T.tocsc()
 
-    def price(duals: Vector) -> Iterator[TreePair]:
-        cost = costs(duals)
-        for root in range(count):
-            yield least_arborescence(cost.T, root), least_arborescence(cost, root)
+    def price(duals: Vector) -> Iterator[Routed[TreePair]]:
+        for interface in interfaces:
+            cost = costs[interface](duals)
+            for root in range(count):
+                yield (least_arborescence(cost.T, root), least_arborescence(cost, root)), interface
 
-    return generate_columns(link_graph.capacities, _pair_seeds(count), load, price)
+    seeds = [(pair, interface) for interface in interfaces for pair in _pair_seeds(count)]
+    return generate_columns(link_graph.capacities, seeds, load, price)
 
 
-def arc_costs(link_graph: LinkGraph) -> Callable[[Vector], Vector]:
+def arc_costs(link_graph: LinkGraph, interface: int = 0) -> Callable[[Vector], Vector]:
     """A function from prices [channels] to the cost [source, target] of the route between each two ranks."""
     count = link_graph.world_size
     between = ~numpy.eye(count, dtype=bool)
-    loads = link_graph.load_rows([(int(i), int(j))] for i, j in numpy.argwhere(between))
+    loads = link_graph.load_rows(([(int(i), int(j))] for i, j in numpy.argwhere(between)), repeat(interface))
 
     def costs(prices: Vector) -> Vector:
         cost = numpy.zeros((count, count))
@@ -227,14 +244,17 @@ def _seeds(spec: ClusterSpec) -> Iterator[EdgeTree]:
     yield from chains(spec.world_size)
 
 
-def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[Vector], Iterator[EdgeTree]]:
+def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[Vector], Iterator[Routed[EdgeTree]]]:
+    """Finds the cheapest trees over each interface; ``pair_loads`` has the rows of one interface after the other."""
     upper = numpy.triu_indices(world_size, k=1)
 
-    def price(duals: Vector) -> Iterator[EdgeTree]:
-        cost = numpy.zeros((world_size, world_size))
-        cost[upper] = pair_loads @ duals
-        cost += cost.T
-        return (least_tree(cost, start) for start in range(world_size))
+    def price(duals: Vector) -> Iterator[Routed[EdgeTree]]:
+        for interface, costs in enumerate((pair_loads @ duals).reshape(-1, len(upper[0]))):
+            cost = numpy.zeros((world_size, world_size))
+            cost[upper] = costs
+            cost += cost.T
+            for start in range(world_size):
+                yield least_tree(cost, start), interface
 
     return price
 
@@ -245,11 +265,11 @@ def _shallow_weights(packing: Packing[Any], capacities: Vector, world_size: int)
     One level of height outweighs any gain in rate, because shallow trees need less data to fill their pipeline. A
     rank's work is proportional to its number of neighbours in the trees.
     """
-    heights = numpy.array([_least_height(column, world_size) for column in packing.columns], dtype=float)
+    heights = numpy.array([_least_height(tree, world_size) for tree, _ in packing.columns], dtype=float)
     degrees = numpy.zeros((world_size, len(packing.columns)))
-    for index, column in enumerate(packing.columns):
-        paired = isinstance(column, tuple)
-        for edge in transfers_of(column) if paired else column:
+    for index, (tree, _) in enumerate(packing.columns):
+        paired = isinstance(tree, tuple)
+        for edge in transfers_of(tree) if paired else tree:
             degrees[list(edge), index] += 0.5 if paired else 1
     goal = packing.rate * _RATE_KEPT_FOR_SHALLOW
     work = degrees * (_WORTH_OF_WORK / world_size)
@@ -293,7 +313,9 @@ def _least_height(tree: EdgeTree | TreePair, world_size: int) -> float:
     return height(root_at(tree, centres(tree, world_size)[0], world_size))
 
 
-def _root_trees(trees: Sequence[EdgeTree | TreePair], weights: Vector, world_size: int) -> tuple[PackedTree, ...]:
+def _root_trees(
+    columns: Sequence[Routed[EdgeTree] | Routed[TreePair]], weights: Vector, world_size: int
+) -> tuple[PackedTree, ...]:
     """Each used tree, rooted at its centre; of two centres, the rank with less weight as a root so far is chosen.
 
     A pair of trees has a root already. If both trees have the same edges it needs no broadcast tree.
@@ -304,12 +326,12 @@ def _root_trees(trees: Sequence[EdgeTree | TreePair], weights: Vector, world_siz
         weight = float(weights[index])
         if weight <= 0:
             break
-        tree = trees[index]
+        tree, interface = columns[index]
         if isinstance(tree, tuple):
             up, down = tree
-            packed.append(PackedTree(weight, up, None if up == down else down))
+            packed.append(PackedTree(weight, up, None if up == down else down, interface))
             continue
         root = min(centres(tree, world_size), key=lambda rank: (rooted[rank], rank))
         rooted[root] += weight
-        packed.append(PackedTree(weight, root_at(tree, root, world_size)))
+        packed.append(PackedTree(weight, root_at(tree, root, world_size), None, interface))
     return tuple(packed)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-import numpy
 from pydantic import Field, model_serializer, model_validator
 from pydantic_core.core_schema import SerializerFunctionWrapHandler
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
+from lightning_autosync.cluster.checks import (
+    check_connected,
+    check_interfaces,
+    check_links,
+    check_names,
+    check_paths,
+    check_rank_order,
+    check_size,
+)
 from lightning_autosync.cluster.shapes import MOST_NODES, MOST_RANKS, SHAPES, expand_short_form
 from lightning_autosync.cluster.units import Bytes, Rate, Seconds
 from lightning_autosync.documents import Count, Document, Record
@@ -27,12 +32,27 @@ HIDDEN_LATENCY = 1e-3
 """Largest latency in seconds that emulated links leave out, because the noise of the machine hides it."""
 
 
+class Interface(Record):
+    """A network interface of a node.
+
+    Attributes:
+        name: name, unique in the node.
+        address: host name or IP address, if known.
+        links: names of the nodes and switches to which it has a link.
+    """
+
+    name: Name
+    address: Address | None = None
+    links: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
 class Node(Record):
     """A machine.
 
     Attributes:
         name: name, unique among nodes and switches.
-        address: host name or IP address, if known.
+        address: host name or IP address, if known; with ``interfaces``, by default that of the first one.
+        interfaces: network interfaces; together they have all links of the node. A node with none listed has one.
         devices: number of devices, each of which runs one rank.
         speed: compute speed of one device relative to the other nodes' devices.
         memory: bytes of one device, if known.
@@ -40,9 +60,27 @@ class Node(Record):
 
     name: Name
     address: Address | None = None
+    interfaces: tuple[Interface, ...] = ()
     devices: Annotated[Count, Field(le=MOST_RANKS)] = 1
     speed: float = Field(default=1.0, ge=1e-6, le=1e6)
     memory: Bytes | None = None
+
+    @model_validator(mode="after")
+    def _share_address(self) -> Node:
+        first = self.interfaces[0].address if self.interfaces else self.address
+        if self.address is None:
+            object.__setattr__(self, "address", first)
+        elif first != self.address:
+            raise ValueError(
+                f"interfaces[0].address: {first or 'missing'}, but the node's address is {self.address}; both must be "
+                "the same"
+            )
+        return self
+
+    @property
+    def interface_count(self) -> int:
+        """Number of interfaces, at least 1."""
+        return max(1, len(self.interfaces))
 
 
 class Link(Record):
@@ -87,73 +125,6 @@ class Link(Record):
         if self.reverse_bandwidth == self.bandwidth:
             data.pop("reverse_bandwidth", None)
         return data
-
-
-def check_names(nodes: Sequence[Node], switches: Sequence[str]) -> None:
-    """Raise ``ValueError`` if a name is given twice."""
-    seen: set[str] = set()
-    fields = [(f"nodes[{index}].name", node.name) for index, node in enumerate(nodes)]
-    fields += [(f"switches[{index}]", name) for index, name in enumerate(switches)]
-    for field, name in fields:
-        if name in seen:
-            raise ValueError(f"{field}: '{name}' is taken; nodes and switches need different names")
-        seen.add(name)
-
-
-def check_size(nodes: Sequence[Node]) -> None:
-    """Raise ``ValueError`` if there are more than `MOST_RANKS` ranks."""
-    if (ranks := sum(node.devices for node in nodes)) > MOST_RANKS:
-        raise ValueError(f"nodes: {ranks} devices in all; allowed: {MOST_RANKS} at most")
-
-
-def check_links(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
-    """Raise ``ValueError`` if a link has an unknown end or occurs twice, or if only some links have a rate."""
-    known = {node.name for node in nodes} | set(switches)
-    seen: set[frozenset[str]] = set()
-    for index, link in enumerate(links):
-        for field, name in (("a", link.a), ("b", link.b)):
-            if name not in known:
-                raise ValueError(f"links[{index}].{field}: '{name}' is neither a node nor a switch")
-        ends = frozenset((link.a, link.b))
-        if ends in seen:
-            raise ValueError(
-                f"links[{index}]: '{link.a}' and '{link.b}' are linked already; give one link of their summed bandwidth"
-            )
-        seen.add(ends)
-    unknown = [index for index, link in enumerate(links) if link.bandwidth is None]
-    if unknown and len(unknown) < len(links):
-        raise ValueError(
-            f"links[{unknown[0]}].bandwidth: missing although other links have one; state it on all links or on none"
-        )
-
-
-def check_connected(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
-    """Raise ``ValueError`` if a node or a switch cannot be reached from the first node."""
-    names = [*(node.name for node in nodes), *switches]
-    places = {name: place for place, name in enumerate(names)}
-    ends = numpy.array([(places[link.a], places[link.b]) for link in links], dtype=numpy.int32).reshape(-1, 2)
-    graph = coo_array((numpy.ones(len(ends)), ends.T), shape=(len(names), len(names)))
-    _, parts = connected_components(graph, directed=False)
-    stranded = [name for name, part in zip(names, parts, strict=True) if part != parts[0]]
-    if stranded:
-        raise ValueError(f"links: no path from '{names[0]}' to {', '.join(map(repr, stranded))}")
-
-
-def check_rank_order(nodes: Sequence[Node], rank_order: Sequence[str] | None) -> None:
-    """Raise ``ValueError`` if an order is given that does not contain each node once per device."""
-    if rank_order is None:
-        return
-    devices = {node.name: node.devices for node in nodes}
-    for index, name in enumerate(rank_order):
-        if name not in devices:
-            raise ValueError(f"rank_order[{index}]: '{name}' is not a node; allowed: {', '.join(devices)}")
-    occurrences = Counter(rank_order)
-    for name, count in devices.items():
-        if occurrences[name] != count:
-            raise ValueError(
-                f"rank_order: '{name}' occurs {occurrences[name]} times, expected {count}, once per device; "
-                f"the order has {len(rank_order)} entries for {sum(devices.values())} ranks"
-            )
 
 
 LOCAL_BANDWIDTH = 10 * 2.0**30
@@ -247,6 +218,24 @@ class ClusterSpec(Document):
             return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.devices))
         index_of = {node.name: index for index, node in enumerate(self.nodes)}
         return tuple(index_of[name] for name in self.rank_order)
+
+    @cached_property
+    def interface_count(self) -> int:
+        """Number of interfaces that each node has at least; connections may run over any of these."""
+        return min(node.interface_count for node in self.nodes)
+
+    def carries(self, interface: int, link: Link) -> bool:
+        """Whether connections over an interface (its index) may use a link, at either end of which may be a node."""
+        return self._leads(link.a, link.b, interface) and self._leads(link.b, link.a, interface)
+
+    def _leads(self, end: str, other: str, interface: int) -> bool:
+        """Whether a node's interface has its link to another end; other interfaces are not used to forward data."""
+        listed = self._listed_interfaces.get(end)
+        return listed is None or other in listed[interface].links
+
+    @cached_property
+    def _listed_interfaces(self) -> dict[str, tuple[Interface, ...]]:
+        return {node.name: node.interfaces for node in self.nodes if node.interfaces}
 
     def ranks_of(self, node_index: int) -> tuple[int, ...]:
         """The ranks that run on ``nodes[node_index]``, ascending."""
@@ -347,6 +336,8 @@ class ClusterSpec(Document):
         check_names(self.nodes, self.switches)
         check_links(self.nodes, self.switches, self.links)
         check_connected(self.nodes, self.switches, self.links)
+        check_interfaces(self.nodes, self.links)
+        check_paths(self)
         check_rank_order(self.nodes, self.rank_order)
         return self
 

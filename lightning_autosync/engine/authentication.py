@@ -206,7 +206,12 @@ class Acceptor:
 
 
 def connect(
-    target: Address, secret: bytes, claim: bytes, deadline: float, cancelled: Callable[[], bool]
+    target: Address,
+    secret: bytes,
+    claim: bytes,
+    deadline: float,
+    cancelled: Callable[[], bool],
+    source: str | None = None,
 ) -> tuple[socket.socket, bytes] | None:
     """Connect to a listener and run the caller's side of the handshake; None once ``cancelled`` returns True.
 
@@ -216,6 +221,7 @@ def connect(
         claim: bytes that identify this process to the listener.
         deadline: latest end of the handshake, as a time of `time.monotonic`.
         cancelled: whether the connection is no longer needed.
+        source: address of this host from which to connect; None leaves it to the system.
 
     Returns:
         The connection, which is non-blocking, and the authenticated answer of the listener.
@@ -227,6 +233,8 @@ def connect(
     connection = socket.socket(_family(target), socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
+        if source is not None:
+            connection.bind((source, 0))
         call = _Call(connection, deadline, cancelled)
         call.connect(target)
         opening = call.receive(OPENING)
@@ -252,7 +260,12 @@ def connect(
 
 
 def connect_with_retries(
-    target: Address, secret: bytes, claim: bytes, deadline: float, cancelled: Callable[[], bool]
+    target: Address,
+    secret: bytes,
+    claim: bytes,
+    deadline: float,
+    cancelled: Callable[[], bool],
+    source: str | None = None,
 ) -> tuple[socket.socket, bytes] | None:
     """Like `connect`, but try again when the listener closes the connection: it may be busy with other callers.
 
@@ -261,7 +274,7 @@ def connect_with_retries(
     """
     while not cancelled():
         try:
-            return connect(target, secret, claim, deadline, cancelled)
+            return connect(target, secret, claim, deadline, cancelled, source)
         except ConnectionClosed:
             if time.monotonic() + _RETRY > deadline:
                 raise TimeoutError("it closed the connection on every attempt") from None

@@ -64,6 +64,7 @@ def connect_pairs(
     group: dist.ProcessGroup | None,
     address: str | None,
     timeout: float,
+    interface: int = 0,
 ) -> dict[int, socket.socket]:
     """Open one connection for every pair of ranks; collective.
 
@@ -76,6 +77,8 @@ def connect_pairs(
         address: the address on which this rank listens; None takes `own_address`. An address that begins with NUL is a
             name in Linux's abstract socket namespace, for ranks on one machine.
         timeout: seconds in which all ranks must connect.
+        interface: the nodes' interface to which the addresses belong. Over others than the first, calls also leave from
+            ``address``, so that both ends of a connection tell the routing tables its interface.
 
     Returns:
         This rank's connections, blocking, by peer.
@@ -99,7 +102,7 @@ def connect_pairs(
         offers = gather_json([own, fault], group)
         for other, (_, problem) in enumerate(offers):
             if problem:
-                raise OpeningError(f"rank {other} cannot listen for its peers: {problem}")
+                raise OpeningError(f"rank {other} cannot listen for its peers{over(interface)}: {problem}")
         assert listener is not None
         connector = _Connector(
             listener,
@@ -107,6 +110,7 @@ def connect_pairs(
             rank=rank,
             callers={low for low, high in edges if high == rank},
             deadline=deadline,
+            interface=interface,
         )
         cleanup.callback(connector.close)
         sockets = connector.run({high: offers[high][0] for low, high in edges if low == rank})
@@ -124,14 +128,25 @@ class _Connector:
         rank: this rank.
         callers: ranks that will connect to this one.
         deadline: latest time for all connections, as a time of `time.monotonic`.
+        interface: interface of ``listener``.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, rank: int, callers: set[int], deadline: float) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        rank: int,
+        callers: set[int],
+        deadline: float,
+        interface: int = 0,
+    ) -> None:
         self._secret, self._rank, self._callers, self._deadline = secret, rank, callers, deadline
+        self._over = over(interface)
+        self._source = str(listener.getsockname()[0]) if interface else None
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(listener, self._selector, secret, _HANDSHAKE_TIMEOUT, self._admit)
         self._sockets: dict[int, socket.socket] = {}
-        self._over = False
+        self._cancelled = False
 
     def run(self, targets: dict[int, list[Any]]) -> dict[int, socket.socket]:
         """Connect to ``targets``, addresses by rank, and wait for the callers; returns all connections by rank.
@@ -147,7 +162,7 @@ class _Connector:
                 for peer, call in calls.items():
                     self._sockets[peer] = call.result()
             except BaseException:
-                self._over = True
+                self._cancelled = True
                 for call in calls.values():
                     call.add_done_callback(_close_result)
                 raise
@@ -171,7 +186,8 @@ class _Connector:
                     call.result()
             if missing and now > self._deadline:
                 raise ExchangeError(
-                    f"rank {', '.join(map(str, sorted(missing)))} did not connect to this rank before the timeout"
+                    f"rank {', '.join(map(str, sorted(missing)))} did not connect to this rank{self._over} before the "
+                    "timeout"
                 )
             pause = max(0.0, min(_POLL_INTERVAL, self._deadline - now))
             if not missing:
@@ -197,13 +213,20 @@ class _Connector:
     def _call(self, target: list[Any], peer: int) -> socket.socket:
         claim = json.dumps(self._rank).encode()
         try:
-            found = connect_with_retries(target, self._secret, claim, self._deadline, lambda: self._over)
+            found = connect_with_retries(
+                target, self._secret, claim, self._deadline, lambda: self._cancelled, self._source
+            )
         except OSError as cause:
             place = ":".join(map(str, target)).lstrip("\0")
-            raise ExchangeError(f"rank {peer} cannot be reached at {place}: {cause}") from None
+            raise ExchangeError(f"rank {peer} cannot be reached{self._over} at {place}: {cause}") from None
         if found is None:
             raise ExchangeError(f"the call to rank {peer} was cancelled")
         return found[0]
+
+
+def over(interface: int) -> str:
+    """Words that name an interface in messages; empty for the first."""
+    return f" over interface {interface}" if interface else ""
 
 
 def _close_result(call: Future[socket.socket]) -> None:

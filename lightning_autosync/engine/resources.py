@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from lightning_autosync.engine.exchanges.trees import TreeExchange
 from lightning_autosync.engine.failure_detector import open_failure_detector
 from lightning_autosync.engine.gradients import DenseGradients, MessageGradients, real_view
 from lightning_autosync.engine.row_gradients import RowGradients
-from lightning_autosync.engine.transport import Transport
+from lightning_autosync.engine.transport import Peer, Transport
 from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost, PlanError
 from lightning_autosync.plan.pacing import pacing_rates
 from lightning_autosync.plan.schedule import (
@@ -43,6 +44,7 @@ from lightning_autosync.plan.schedule import (
     SharedMemoryReduce,
     TwoLevelAllReduce,
 )
+from lightning_autosync.ports import ADDRESSES
 
 _ROUNDS = 2
 """Channels per message: each of PowerSGD's two rounds needs its own."""
@@ -147,14 +149,37 @@ class Resources:
         """Connect the neighbours on the trees of all messages, if there are trees."""
         if not any(message.on_trees for message in schedule.messages):
             return
-        sockets = connect_pairs(schedule.tree_edges(), self._control, address, self._connect_timeout)
+        sockets = self._connect(schedule, cluster, address)
         if cluster is None or not cluster.measured:
             self._transport = Transport(sockets)
         else:
-            links = LinkGraph(cluster)
-            rates = {peer: links.bandwidth(self._rank, peer) for peer in sockets}
-            self._transport = Transport(sockets, rates, pacing_rates(schedule, links, self._rank))
+            links, rank = LinkGraph(cluster), self._rank
+            rates = {peer: links.bandwidth(rank, *peer) for peer in sockets}
+            paces = {
+                Peer(other, interface): pace
+                for interface in schedule.interfaces
+                for other, pace in pacing_rates(schedule, links, rank, interface).items()
+            }
+            self._transport = Transport(sockets, rates, paces)
         self._closing.callback(self._transport.close)
+
+    def _connect(
+        self, schedule: Schedule, cluster: ClusterSpec | None, address: str | None
+    ) -> dict[Peer, socket.socket]:
+        """Open the connections of all trees, interface by interface."""
+        own = {
+            interface: interface_address(cluster, self._rank, interface) if interface else address
+            for interface in schedule.interfaces
+        }
+        sockets: dict[Peer, socket.socket] = {}
+        with ExitStack() as opened:
+            for interface, place in own.items():
+                edges = schedule.tree_edges(interface)
+                found = connect_pairs(edges, self._control, place, self._connect_timeout, interface)
+                for rank, connection in found.items():
+                    sockets[Peer(rank, interface)] = opened.enter_context(connection)
+            opened.pop_all()
+        return sockets
 
     def _make_two_level_groups(self, schedule: Schedule) -> None:
         """Make the process groups of two-level collectives; collective, so no rank may have a fault of its own yet."""
@@ -253,6 +278,24 @@ class Resources:
         kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if kept:
             self._kept.setdefault(message.name, {}).update(kept)
+
+
+def interface_address(cluster: ClusterSpec | None, rank: int, interface: int) -> str:
+    """The address of a further interface of this rank's node, as the cluster or this process's launch tells it.
+
+    Raises:
+        PlanError: neither tells the address; every rank raises it if the cluster lacks that of any node.
+    """
+    addresses = [] if cluster is None else [node.interfaces[interface].address for node in cluster.nodes]
+    if cluster is not None and None not in addresses:
+        return str(addresses[cluster.rank_nodes[rank]])
+    told = os.environ.get(ADDRESSES, "").split(",")
+    if interface < len(told):
+        return told[interface]
+    where = "cluster"
+    if cluster is not None:
+        where = f"cluster '{cluster.name}': nodes[{addresses.index(None)}].interfaces[{interface}].address"
+    raise PlanError(f"{where}: missing; trees of the plan connect the ranks over interface {interface} of their nodes")
 
 
 def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) -> None:

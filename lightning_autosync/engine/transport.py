@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from lightning_autosync.engine.connections import tune_connection
+from lightning_autosync.engine.connections import over, tune_connection
 from lightning_autosync.errors import ExchangeError
 
 _HEADER = struct.Struct("<IIIIIQ")
@@ -67,11 +67,22 @@ _Outgoing = tuple[tuple[float, ...], list[memoryview], Callable[[], None] | None
 """A frame to send: a unique key by which frames are sorted, the bytes that are left, and what to call after them."""
 
 
-class _Peer:
+class Peer(NamedTuple):
+    """A rank, and the interface of both nodes over which it is connected (0 for the first)."""
+
+    rank: int
+    interface: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}{over(self.interface)}"
+
+
+class _Connection:
     """One connection, with an outbox sorted by urgency and the frame that is being received."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank = rank
+    def __init__(self, peer: Peer, connection: socket.socket) -> None:
+        self.peer = peer
+        self.rank = peer.rank
         self.socket = connection
         self.outbox: list[_Outgoing] = []
         self.outgoing: _Outgoing | None = None
@@ -91,23 +102,23 @@ class Transport:
     """Connections to peers and the thread that serves them.
 
     Args:
-        sockets: connected stream sockets by peer rank; the transport owns them from now on.
+        sockets: connected stream sockets by peer; the transport owns them from now on.
         rates: bytes/s of the route to each peer, where known (see `tune_connection`).
         paces: limits on the payload bytes/s sent to a peer (see `pacing_rates`); peers without a limit are left out.
     """
 
     def __init__(
         self,
-        sockets: Mapping[int, socket.socket],
-        rates: Mapping[int, float] | None = None,
-        paces: Mapping[int, float] | None = None,
+        sockets: Mapping[Peer, socket.socket],
+        rates: Mapping[Peer, float] | None = None,
+        paces: Mapping[Peer, float] | None = None,
     ) -> None:
         self.bytes_sent = 0
         self._selector = selectors.DefaultSelector()
-        self._peers = {rank: _Peer(rank, connection) for rank, connection in sockets.items()}
+        self._peers = {peer: _Connection(peer, connection) for peer, connection in sockets.items()}
         self._receivers: dict[int, Receiver] = {}
         self._calls: deque[Callable[[], None]] = deque()
-        self._unwritten: dict[int, _Peer] = {}
+        self._unwritten: dict[Peer, _Connection] = {}
         self._counter = 0
         self._error: ExchangeError | None = None
         self._closing = False
@@ -115,7 +126,7 @@ class Transport:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
-            tune_connection(peer.socket, (rates or {}).get(peer.rank), (paces or {}).get(peer.rank))
+            tune_connection(peer.socket, (rates or {}).get(peer.peer), (paces or {}).get(peer.peer))
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
         self._thread.start()
@@ -133,7 +144,7 @@ class Transport:
 
     def send(
         self,
-        peer: int,
+        peer: Peer,
         frame: Frame,
         payload: memoryview,
         urgency: tuple[float, ...],
@@ -150,7 +161,7 @@ class Transport:
         self._counter += 1
         header = memoryview(_HEADER.pack(*frame))
         if peer not in self._peers:
-            raise self._error or ExchangeError(f"rank {peer} has left")
+            raise self._error or ExchangeError(f"{peer} has left")
         connection = self._peers[peer]
         heapq.heappush(connection.outbox, ((*urgency, self._counter), [header, payload], sent))
         if not connection.watching_writes:
@@ -193,25 +204,25 @@ class Transport:
     def _busy(self) -> bool:
         return not all(peer.idle for peer in self._peers.values())
 
-    def _handle(self, peer: _Peer | None, events: int) -> None:
+    def _handle(self, peer: _Connection | None, events: int) -> None:
         if peer is None:
             self._run_calls()
-        elif peer.rank in self._peers:  # an earlier event of the same select call may have dropped the peer
+        elif peer.peer in self._peers:  # an earlier event of the same select call may have dropped the peer
             if events & selectors.EVENT_READ:
                 try:
                     self._read(peer)
                 except OSError as cause:
                     self._lose(peer, str(cause))
             if events & selectors.EVENT_WRITE:
-                self._unwritten[peer.rank] = peer
+                self._unwritten[peer.peer] = peer
 
     def _say_goodbye(self) -> None:
         self._closing = True
         for channel, receiver in self._receivers.items():
             frame = Frame(channel, receiver.completed, 0, 0, LEAVE, 0)
-            for rank, peer in self._peers.items():
-                if not peer.left:
-                    self.send(rank, frame, memoryview(b""), (math.inf,))
+            for peer, connection in self._peers.items():
+                if not connection.left:
+                    self.send(peer, frame, memoryview(b""), (math.inf,))
 
     def _run_calls(self) -> None:
         try:
@@ -226,10 +237,10 @@ class Transport:
         """Write to the peers that have new frames. Only once per round, so that urgent frames overtake others."""
         while self._unwritten:
             _, peer = self._unwritten.popitem()
-            if peer.rank in self._peers:
+            if peer.peer in self._peers:
                 self._write(peer)
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: _Connection) -> None:
         # At most a few frames, then other peers get their turn.
         for _ in range(8):
             # With the end of a frame comes the header of the next one, which saves a system call per frame.
@@ -244,7 +255,7 @@ class Transport:
             if self._advance(peer, count):
                 return
 
-    def _advance(self, peer: _Peer, count: int) -> bool:
+    def _advance(self, peer: _Connection, count: int) -> bool:
         """Account for ``count`` received bytes; returns whether no more have arrived."""
         rest = count - len(peer.pending)
         if rest < 0:
@@ -260,7 +271,7 @@ class Transport:
             self._deliver(peer)
         return False
 
-    def _open(self, peer: _Peer, frame: Frame) -> None:
+    def _open(self, peer: _Connection, frame: Frame) -> None:
         """Choose the memory for the payload after a header has arrived."""
         peer.frame = frame
         receiver = self._receivers.get(frame.channel)
@@ -268,7 +279,7 @@ class Transport:
             raise ExchangeError(f"rank {peer.rank} sent to channel {frame.channel}, which is not in the schedule")
         peer.pending = memoryview(b"") if frame.phase == LEAVE else receiver.destination(peer.rank, frame)
 
-    def _deliver(self, peer: _Peer) -> None:
+    def _deliver(self, peer: _Connection) -> None:
         """Pass a complete frame to its receiver."""
         assert peer.frame is not None
         frame, peer.frame = peer.frame, None
@@ -279,7 +290,7 @@ class Transport:
         else:
             self._receivers[frame.channel].arrived(peer.rank, frame)
 
-    def _write(self, peer: _Peer) -> None:
+    def _write(self, peer: _Connection) -> None:
         turn_ends = self.bytes_sent + _TURN
         while self.bytes_sent < turn_ends:
             if peer.outgoing is None:
@@ -307,17 +318,17 @@ class Transport:
                     sent()
         self._watch_writes(peer, True)
 
-    def _watch_writes(self, peer: _Peer, wanted: bool) -> None:
+    def _watch_writes(self, peer: _Connection, wanted: bool) -> None:
         if peer.watching_writes != wanted:
             peer.watching_writes = wanted
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
             self._selector.modify(peer.socket, events, peer)
 
-    def _lose(self, peer: _Peer, why: str) -> None:
+    def _lose(self, peer: _Connection, why: str) -> None:
         if peer.left or self._closing:
             self._drop(peer)
             return
-        self._fail(ExchangeError(f"lost the connection to rank {peer.rank}: {why}"))
+        self._fail(ExchangeError(f"lost the connection to {peer.peer}: {why}"))
 
     def _fail(self, error: ExchangeError) -> None:
         """Fail all exchanges. Other ranks notice by their lost connections."""
@@ -327,7 +338,7 @@ class Transport:
         for receiver in self._receivers.values():
             receiver.failed(self._error)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _Connection) -> None:
         self._selector.unregister(peer.socket)
         peer.socket.close()
-        del self._peers[peer.rank]
+        del self._peers[peer.peer]

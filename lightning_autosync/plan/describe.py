@@ -57,7 +57,9 @@ def _row(group: Group) -> list[str]:
     topology = group.topology + (" + local" if group.local_aggregation else "")
     if group.trees:
         paired = any(tree.broadcast for tree in group.trees)
-        topology += f" ({len(group.trees)} {'tree pairs' if paired else 'trees'})"
+        used = len({tree.interface for tree in group.trees})
+        over = f" over {used} interfaces" if used > 1 else ""
+        topology += f" ({len(group.trees)} {'tree pairs' if paired else 'trees'}{over})"
     return [
         group.architecture,
         topology,

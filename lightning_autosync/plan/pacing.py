@@ -20,11 +20,12 @@ link crowd out the large one: a fat node and seven leaves reached 90% of their b
 LEAST_PART = 0.02
 """Share of a route's rate below which a connection is not paced: it crowds out no other, and sends mostly headers."""
 
-Arc = tuple[int, int]
+Arc = tuple[int, int, int]
+"""Sender, receiver, and the interface over which they are connected."""
 
 
-def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
-    """Limits on the payload bytes/s that ``rank`` sends, by peer; peers without a limit are left out.
+def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int, interface: int = 0) -> dict[int, float]:
+    """Limits on the payload bytes/s that ``rank`` sends over an interface, by peer; others have no limit.
 
     Some messages travel at the same time, others one after another. If a message sends y bytes over a link, x of them
     on this connection, the connection needs x/y of the link while this message travels alone. While several messages
@@ -37,29 +38,29 @@ def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int) -> dict[int
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
-    shares: dict[Arc, float] = defaultdict(float)  # by peer and channel
+    shares: dict[tuple[int, int], float] = defaultdict(float)  # by peer and channel
     for message in schedule.messages:
         for round in message.rounds:
             arcs = _arc_elements(round)
             loads = _channel_elements(arcs, topology)
-            for (source, target), elements in arcs.items():
-                if source == rank and elements:
-                    for channel in topology.route(source, target):
+            for (source, target, own), elements in arcs.items():
+                if source == rank and own == interface and elements:
+                    for channel in topology.route(source, target, interface):
                         share = 1.0 if message.rows else elements / loads[channel]
                         shares[target, channel] = max(shares[target, channel], share)
     needed: dict[int, float] = {}
     for (peer, channel), share in shares.items():
         needed[peer] = min(needed.get(peer, math.inf), share * float(topology.capacities[channel]))
-    stretches, nodes = pipeline_stretches(schedule, rank), topology.spec.rank_nodes
+    stretches, nodes = pipeline_stretches(schedule, rank, interface), topology.spec.rank_nodes
     paces = {}
     for peer, rate in needed.items():
-        route, pace = topology.bandwidth(rank, peer), HEADROOM * stretches.get(peer, 1.0) * rate
+        route, pace = topology.bandwidth(rank, peer, interface), HEADROOM * stretches.get(peer, 1.0) * rate
         if nodes[peer] != nodes[rank] and LEAST_PART * route <= rate and pace < route:
             paces[peer] = PAYLOAD_SHARE * pace  # link rates include headers, pacing counts payload only
     return paces
 
 
-def pipeline_stretches(schedule: Schedule, rank: int) -> dict[int, float]:
+def pipeline_stretches(schedule: Schedule, rank: int, interface: int = 0) -> dict[int, float]:
     """Factors on a connection's rate that make up for the time in which its pipeline fills, by peer of ``rank``.
 
     A piece takes one hop after another, up its tree and down again. The last of n pieces over h hops arrives after the
@@ -72,14 +73,14 @@ def pipeline_stretches(schedule: Schedule, rank: int) -> dict[int, float]:
     for message in schedule.messages:
         of_message: Counter[int] = Counter()
         for round in message.rounds:
-            most, hops = _of_round(round, rank)
+            most, hops = _of_round(round, rank, interface)
             pieces += most
             of_message += hops
         fills |= of_message
     return {peer: (count + fills[peer]) / count for peer, count in pieces.items()}
 
 
-def _of_round(round: Round, rank: int) -> tuple[Counter[int], Counter[int]]:
+def _of_round(round: Round, rank: int, interface: int) -> tuple[Counter[int], Counter[int]]:
     """The largest number of pieces of a transfer, and of hops after a piece's first, by peer."""
     pieces: Counter[int] = Counter()
     hops: Counter[int] = Counter()
@@ -87,35 +88,35 @@ def _of_round(round: Round, rank: int) -> tuple[Counter[int], Counter[int]]:
         if isinstance(transfer, TreeTransfer):
             count = -(-(transfer.stop - transfer.start) // transfer.segment)
             further = transfer.reduce.depth + transfer.broadcast.depth - 1
-            for peer in _neighbours(transfer, rank):
+            for peer in _neighbours(transfer, rank, interface):
                 pieces[peer] = max(pieces[peer], count)
                 hops[peer] = max(hops[peer], further)
     return pieces, hops
 
 
-def _neighbours(transfer: TreeTransfer, rank: int) -> set[int]:
-    """The parents and children of a rank on both trees."""
-    trees = (transfer.reduce, transfer.broadcast)
+def _neighbours(transfer: TreeTransfer, rank: int, interface: int) -> set[int]:
+    """The parents and children of a rank on the transfer's trees over an interface."""
+    trees = [tree for tree in (transfer.reduce, transfer.broadcast) if tree.interface == interface]
     return {peer for tree in trees for peer in (tree.parents[rank], *tree.children[rank]) if peer >= 0}
 
 
 def _arc_elements(round: Round) -> dict[Arc, int]:
-    """Elements sent along all trees of a round, by pair of sender and receiver."""
+    """Elements sent along all trees of a round."""
     arcs: dict[Arc, int] = defaultdict(int)
     for transfer in round.transfers:
         if isinstance(transfer, TreeTransfer):
             elements = transfer.stop - transfer.start
             for rank, parent in enumerate(transfer.reduce.parents):
                 if parent >= 0:
-                    arcs[rank, parent] += elements
+                    arcs[rank, parent, transfer.reduce.interface] += elements
             for rank, parent in enumerate(transfer.broadcast.parents):
                 if parent >= 0:
-                    arcs[parent, rank] += elements
+                    arcs[parent, rank, transfer.broadcast.interface] += elements
         elif isinstance(transfer, RowBroadcast):
             for tree in transfer.trees:
                 for rank, parent in enumerate(tree.parents):
                     if parent >= 0:
-                        arcs[parent, rank] += transfer.stop - transfer.start
+                        arcs[parent, rank, tree.interface] += transfer.stop - transfer.start
     return arcs
 
 

@@ -199,18 +199,25 @@ class Schedule:
         """Digest of the messages; equal on two ranks exactly if they will make the same exchanges."""
         return digest([_plain(message) for message in self.messages])
 
-    def tree_edges(self) -> set[tuple[int, int]]:
-        """Pairs of ranks (lower rank first) that exchange messages point to point."""
-        edges: set[tuple[int, int]] = set()
-        for message in self.messages:
-            for transfer in (transfer for round in message.rounds for transfer in round.transfers):
-                for tree in trees_of(transfer):
-                    edges.update(
-                        (min(rank, parent), max(rank, parent))
-                        for rank, parent in enumerate(tree.parents)
-                        if parent >= 0
-                    )
-        return edges
+    def tree_edges(self, interface: int | None = None) -> set[tuple[int, int]]:
+        """Pairs of ranks (lower rank first) that exchange messages point to point, over one interface or over any."""
+        return {
+            (min(rank, parent), max(rank, parent))
+            for tree in self._trees
+            if interface in (None, tree.interface)
+            for rank, parent in enumerate(tree.parents)
+            if parent >= 0
+        }
+
+    @cached_property
+    def interfaces(self) -> tuple[int, ...]:
+        """The interfaces over which trees run, ascending."""
+        return tuple(sorted({tree.interface for tree in self._trees}))
+
+    @cached_property
+    def _trees(self) -> set[Tree]:
+        transfers = (transfer for message in self.messages for round in message.rounds for transfer in round.transfers)
+        return {tree for transfer in transfers for tree in trees_of(transfer)}
 
 
 def first_parameters_first(schedule: Schedule, order: Sequence[str]) -> Schedule:

@@ -167,11 +167,14 @@ class WeightedTree(Record):
         weight: relative share.
         parents: [ranks] parent of each rank, -1 at the root, in the tree that reduces.
         broadcast: the same of the tree that broadcasts, with the same root; None for the tree that reduces.
+        interface: interface of each node over which its ranks connect to their neighbours, 0 for the first
+            (`lightning_autosync.cluster.Node`).
     """
 
     weight: Annotated[float, Field(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)]
     parents: _Parents
     broadcast: _Parents | None = None
+    interface: Index = 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -34,9 +34,13 @@ def check_parents(parents: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Tree:
-    """A rooted spanning tree; ``parents[rank]`` is -1 at the root. Data flows up in a reduce, down in a broadcast."""
+    """A rooted spanning tree; ``parents[rank]`` is -1 at the root. Data flows up in a reduce, down in a broadcast.
+
+    Its ranks are connected over the same ``interface`` of each node, 0 for the first.
+    """
 
     parents: tuple[int, ...]
+    interface: int = 0
 
     def __post_init__(self) -> None:
         check_parents(self.parents)
@@ -74,4 +78,4 @@ class Tree:
         rank, parent = root, -1
         while rank >= 0:
             parents[rank], rank, parent = parent, parents[rank], rank
-        return Tree(tuple(parents))
+        return Tree(tuple(parents), self.interface)

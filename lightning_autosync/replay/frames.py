@@ -118,11 +118,12 @@ class _FrameGraph:
     def add_host_work(self, host_work: Sequence[HostWork]) -> None:
         """Add the main threads' work [ranks], part after part, as frames of one byte that each rank sends to itself."""
         ranks = self._network.ranks
+        alone = self._network.pairs + ranks**2  # after the transport's and the backend's connections
         before: list[int] = []
         for number, core in enumerate(host_work[0].core):
             starts = [self._point(work.release[number]) for work in host_work]
             # A frame has its cost at both ends, and here both ends are the same rank: hence half of it.
-            part = [self._node(2 * ranks**2 + rank * ranks + rank, 1.0, 0.0, core / 2, 0.0) for rank in range(ranks)]
+            part = [self._node(alone + rank * ranks + rank, 1.0, 0.0, core / 2, 0.0) for rank in range(ranks)]
             self._edges += list(zip(starts, part, strict=True))
             self._edges += list(zip(before, part, strict=False))
             self._host_work.append(part)
@@ -174,7 +175,7 @@ class _FrameGraph:
             flow.values / flow.pieces,
             stage.frame_cost(constants),
             stage.hop_delay(constants, ranks),
-            ranks * ranks if stage.collective else 0,
+            self._network.pairs if stage.collective else 0,
         )
         last: list[int] = []
         for piece in range(flow.pieces):
@@ -191,13 +192,13 @@ class _FrameGraph:
     ) -> list[int]:
         """Add a piece's way from all ranks up to the roots, which it enters in ``reached``; returns its nodes."""
         stage, added = pieces.stage, []
-        parents, order, sizes = self._tree(tree)
+        parents, order, sizes, first = self._tree(tree)
         inbound: dict[int, list[int]] = {rank: [starts[rank]] for rank in order}
         for rank in reversed(order):
             if parents[rank] < 0:
                 continue
             share = float(stage.growth[sizes[rank]]) if stage.growth is not None else 1.0
-            frame = self._frame(pieces, rank, parents[rank], key, share, stage.gather + stage.seal)
+            frame = self._frame(pieces, first + rank, parents[rank], key, share, stage.gather + stage.seal)
             self._edges += [(before, frame) for before in inbound[rank]]
             if stage.latencies == WITH_NOTICE:
                 self._edges.append((starts[parents[rank]], frame))
@@ -217,34 +218,38 @@ class _FrameGraph:
         ``reached`` has the nodes after which roots have the sum, if the piece went up before.
         """
         stage, added = pieces.stage, []
-        parents, order, _ = self._tree(tree)
+        parents, order, _, first = self._tree(tree)
         share = float(stage.growth[self._network.ranks]) if stage.growth is not None else 1.0
         for rank in order:
             if parents[rank] < 0:
                 reached.setdefault(rank, starts[rank])
                 continue
-            frame = self._frame(pieces, parents[rank], rank, key, share, stage.open)
+            frame = self._frame(pieces, first + parents[rank], rank, key, share, stage.open)
             self._edges.append((reached[parents[rank]], frame))
             reached[rank] = frame
             added.append(frame)
         return added
 
-    def _frame(self, pieces: _Pieces, source: int, target: int, key: float, share: float, coding: float) -> int:
-        """Add a frame with a share of a piece; ``coding`` is the work on arrival in seconds per byte of values."""
+    def _frame(self, pieces: _Pieces, row: int, target: int, key: float, share: float, coding: float) -> int:
+        """Add a frame with a share of a piece.
+
+        ``row`` is the sender's in `Routes.between`, ``coding`` the work on arrival in seconds per byte of values.
+        """
         size = share * pieces.wire
-        pair = pieces.offset + source * self._network.ranks + target
+        pair = pieces.offset + row * self._network.ranks + target
         cost = size * self._constants.host_cost + pieces.frame_cost
-        delay = pieces.delay + self._notice(source, target, pieces.stage.latencies)
+        delay = pieces.delay + self._notice(row, target, pieces.stage.latencies)
         return self._node(pair, size, key, cost, delay + share * pieces.values * coding)
 
-    def _notice(self, source: int, target: int, latencies: int) -> float:
+    def _notice(self, row: int, target: int, latencies: int) -> float:
         """Seconds of a hop's latencies without the last one, during which the receiver's notice travels."""
         routes = self._network.routes
-        return (latencies - 1) * float(routes.latencies[routes.between[source, target]])
+        return (latencies - 1) * float(routes.latencies[routes.between[row, target]])
 
-    def _tree(self, row: int) -> tuple[list[int], list[int], list[int]]:
-        trees = self._forest.trees
-        return trees.parents[row].tolist(), trees.order[row].tolist(), trees.sizes[row].tolist()
+    def _tree(self, tree: int) -> tuple[list[int], list[int], list[int], int]:
+        """The fields of a tree in `Trees`."""
+        parents, order, sizes, first = (field[tree].tolist() for field in self._forest.trees)
+        return parents, order, sizes, first
 
     def _add_ring(self, stage: Stage, starts: Sequence[int]) -> list[int]:
         """Add a ring: each rank sends its neighbour, in pieces, the data that it received a step before."""
@@ -261,7 +266,7 @@ class _FrameGraph:
                 target, giver = (rank + stage.ring_way) % ranks, (rank - stage.ring_way) % ranks
                 after = handling + gather + self._notice(rank, target, WITH_NOTICE)
                 own = cost - stage.frame_cost(constants) / 2 if queues[rank] and step else cost
-                pair = (ranks + rank) * ranks + target
+                pair = self._network.pairs + rank * ranks + target
                 frames.append([self._node(pair, size, 0.0, own, after) for _ in range(stage.ring_pieces)])
                 self._edges += [(begun, frame) for frame in frames[rank] for begun in (start, starts[target])]
                 self._edges += list(zip(before[giver], frames[rank], strict=False))
@@ -286,13 +291,14 @@ class _FrameGraph:
         if not queue:
             return received
         ranks = self._network.ranks
-        handled = 2 * ranks**2 + (rank + stage.ring_way) % ranks * ranks + rank
+        backend = self._network.pairs
+        handled = backend + ranks**2 + (rank + stage.ring_way) % ranks * ranks + rank
         last = self._node(handled, 1.0, 0.0, stage.frame_cost(self._constants) / 2, 0.0)
         for sender in queue:
             beyond = (sender + stage.ring_way) % ranks
             # It leaves the queue as that rank's data does, but travels elsewhere: so without the latency of that route.
             latency = self._notice(sender, beyond, WITH_NOTICE)
-            behind = self._node((ranks + sender) * ranks + beyond, _NOTICE, 0.0, 0.0, -latency)
+            behind = self._node(backend + sender * ranks + beyond, _NOTICE, 0.0, 0.0, -latency)
             self._edges += [(received, behind), (behind, last)]
         return last
 
@@ -331,14 +337,15 @@ class _FrameGraph:
     def _connections(self, pairs: Indices, paces: Paces) -> FrameConnections:
         """The connections: the transport's, the backend's, and each rank's connection to itself, which has no hops."""
         network, known = self._network, self._network.routes
-        routes = known.between.reshape(-1)[pairs % network.ranks**2].astype(numpy.int64)
-        routes[pairs >= 2 * network.ranks**2] = len(known.latencies)
+        ways = numpy.where(pairs < network.pairs, pairs, (pairs - network.pairs) % network.ranks**2)
+        routes = known.between.reshape(-1)[ways].astype(numpy.int64)
+        routes[pairs >= network.pairs + network.ranks**2] = len(known.latencies)
         # The backend's connections have larger numbers, and no pace.
         limits = numpy.full(len(pairs), numpy.inf)
         limits[numpy.searchsorted(pairs, paces.pairs)] = paces.rates
         return FrameConnections(
-            pairs % network.ranks**2 // network.ranks,
-            pairs % network.ranks,
+            ways // network.ranks % network.ranks,
+            ways % network.ranks,
             routes,
             limits,
             known._replace(

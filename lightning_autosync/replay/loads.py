@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.network import Flags, Floats, Forest, Indices, Integers, NetworkArrays, Routes
+from lightning_autosync.replay.network import Flags, Floats, Forest, Indices, NetworkArrays, Routes, Trees
 from lightning_autosync.replay.pipelines import Flows, Paths, load
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Stage
 
@@ -30,7 +30,7 @@ class Loads:
         stretch: [stages] factor by which sharing slows a stage down on links; ``work`` includes it.
         fill: [stages] seconds in which a stage runs without keeping its busiest channel busy.
         waiting: [stages] seconds in which a ring waits between its pieces, while others can use its channels.
-        pairs: [stages, words] bit set of the pairs of ranks that a stage on trees connects.
+        pairs: [stages, words] bit set of the connections of a stage on trees, by their numbers in `NetworkArrays`.
         flows: the flows of the stages.
     """
 
@@ -128,7 +128,7 @@ class LoadModel:
         if len(flows.stage):
             shared = _connections(pairs, network.routes, network.links) > 1
             full = shared * _fullness(work[:, : network.links] / network.capacities[: network.links])
-            _crowd(flows, self._forest.trees.parents, network.routes, full, crowding)
+            _crowd(flows, self._forest.trees, network.routes, full, crowding)
         for number, stage in enumerate(stages):
             if stage.ring_steps:
                 ring = self._ring(stage.ring_way)
@@ -151,7 +151,7 @@ class LoadModel:
             loads: loads of the stages as a whole.
             classes: [ranks] class of each rank, 0 for the slowest.
             parted: [stages] whether a stage is divided; others have no load in the result.
-            pairs: [connections] paced connections, each ``source * ranks + target``.
+            pairs: [connections] numbers of the paced connections.
             paces: [connections] their bytes/s.
 
         Returns:
@@ -169,7 +169,7 @@ class LoadModel:
     ) -> tuple[Floats, Floats, NDArray[numpy.uint64]]:
         shape = int(classes.max()) + 1, len(flows.costs)
         work, fill = numpy.zeros((*shape, len(paths.capacities))), numpy.zeros(shape)
-        pairs = numpy.zeros((*shape, (self._network.ranks**2 + 63) // 64), dtype=numpy.uint64)
+        pairs = numpy.zeros((*shape, (self._network.pairs + 63) // 64), dtype=numpy.uint64)
         if len(flows.stage):
             load(flows, paths, classes, parted, work, fill, pairs)
         return work, fill, pairs
@@ -177,7 +177,7 @@ class LoadModel:
     def _paths(self, pairs: Sequence[int] | Indices = (), paces: Sequence[float] | Floats = ()) -> Paths:
         """The trees and routes; connections with a pace are channels after those of the network."""
         network = self._network
-        paced = numpy.full(network.ranks**2, -1, dtype=numpy.int64)
+        paced = numpy.full(network.pairs, -1, dtype=numpy.int64)
         paced[numpy.array(pairs, dtype=numpy.int64)] = len(network.capacities) + numpy.arange(len(pairs))
         capacities = numpy.concatenate([network.capacities, paces])
         return Paths(self._forest.trees, network.routes, capacities, network.links, network.shared_core, paced)
@@ -254,10 +254,10 @@ def _ones(word: numpy.uint64) -> int:
 def _connections(pairs: NDArray[numpy.uint64], routes: Routes, links: int) -> Indices:
     """[stages, links] number of a stage's connections that cross each link."""
     between, starts, hops, _ = routes
-    ranks = len(between)
+    ranks = between.shape[1]
     counts = numpy.zeros((len(pairs), links), dtype=numpy.int64)
     for stage in range(len(pairs)):
-        for pair in range(ranks * ranks):
+        for pair in range(between.size):
             if pairs[stage, pair >> 6] >> numpy.uint64(pair & 63) & numpy.uint64(1):
                 route = between[pair // ranks, pair % ranks]
                 for hop in range(starts[route], starts[route + 1]):
@@ -266,23 +266,24 @@ def _connections(pairs: NDArray[numpy.uint64], routes: Routes, links: int) -> In
 
 
 @compiled
-def _crowd(flows: Flows, parents: Integers, routes: Routes, fullness: Floats, crowding: Floats) -> None:
+def _crowd(flows: Flows, trees: Trees, routes: Routes, fullness: Floats, crowding: Floats) -> None:
     """Fill in ``crowding`` [stages]: the largest number of full channels on a hop of each stage.
 
     ``fullness`` [stages, links] is that of `_fullness`.
     """
     between, starts, hops, _ = routes
-    ranks = parents.shape[1]
+    ranks = trees.parents.shape[1]
     for flow in range(len(flows.stage)):
         stage = flows.stage[flow]
         for way in range(2):
             tree = flows.up[flow] if way == 0 else flows.down[flow]
             if tree < 0:
                 continue
+            first = trees.first[tree]
             for rank in range(ranks):
-                parent = parents[tree, rank]
+                parent = trees.parents[tree, rank]
                 if parent >= 0:
-                    route = between[rank, parent] if way == 0 else between[parent, rank]
+                    route = between[first + rank, parent] if way == 0 else between[first + parent, rank]
                     full = 0.0
                     for hop in range(starts[route], starts[route + 1]):
                         full += fullness[stage, hops[hop]]

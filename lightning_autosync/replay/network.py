@@ -21,7 +21,8 @@ class Routes(NamedTuple):
     """Routes between ranks.
 
     Attributes:
-        between: [ranks, ranks] index of the route from one rank to another; -1 while it is unknown.
+        between: [interfaces * ranks, ranks] index of the route from one rank to another; -1 while it is unknown. The
+            rows are the ranks with their first interface, then with their second one, and so on.
         starts: [routes + 1] offset of each route's channels in ``hops``.
         hops: channels of all routes, one route after the other.
         latencies: [routes] seconds.
@@ -40,15 +41,20 @@ class Trees(NamedTuple):
         parents: parent of each rank, as in `Tree.parents`.
         order: ranks in topological order, each after its parent.
         sizes: number of ranks in the subtree of each rank, itself included.
+        first: [trees] row of rank 0 in `Routes.between` for the tree's interface; a multiple of the number of ranks.
     """
 
     parents: Integers
     order: Integers
     sizes: Integers
+    first: Integers
 
 
 class NetworkArrays:
     """Channels by index: the directions of the cluster's links, one host for each rank, and the shared cores, if any.
+
+    Connections between ranks have the numbers ``row * ranks + target``, where ``row`` is the sender's in
+    `Routes.between`: that of its interface and rank. There are ``pairs`` such numbers.
 
     A link carries ``capacities[c]`` bytes/s and, after a pause, up to ``burst[c]`` bytes at once. A host has one
     core-second per second. Routes are computed on first use and cached.
@@ -60,6 +66,8 @@ class NetworkArrays:
     def __init__(self, cluster: ClusterSpec, constants: Constants) -> None:
         self.link_graph = LinkGraph(cluster)
         self.ranks = cluster.world_size
+        rows = cluster.interface_count * self.ranks
+        self.pairs = rows * self.ranks
         self.links = len(self.link_graph.channels)
         shared = [constants.cores] if constants.cores else []
         self.capacities: Floats = numpy.concatenate(
@@ -71,7 +79,7 @@ class NetworkArrays:
         )
         self.shared_core = self.links + self.ranks if shared else -1
         self.routes = Routes(
-            numpy.full((self.ranks, self.ranks), -1, dtype=numpy.int32),
+            numpy.full((rows, self.ranks), -1, dtype=numpy.int32),
             numpy.zeros(1, dtype=numpy.int32),
             numpy.zeros(0, dtype=numpy.int32),
             numpy.zeros(0),
@@ -85,14 +93,16 @@ class NetworkArrays:
         return (*links, *hosts, *(["shared cores"] if self.shared_core >= 0 else []))
 
     def find_routes(self, pairs: Indices) -> None:
-        """Compute the missing routes of ``pairs`` [count], distinct numbers ``source * ranks + target``."""
+        """Compute the missing routes of ``pairs`` [count], distinct numbers of connections."""
         known = self.routes
         pairs = pairs[known.between.reshape(-1)[pairs] < 0]
         if not len(pairs):
             return
-        sources, targets = numpy.divmod(pairs, self.ranks)
+        rows, targets = numpy.divmod(pairs, self.ranks)
+        interfaces, sources = numpy.divmod(rows, self.ranks)
         if self._forest is None:
-            routes = [self.link_graph.route(int(i), int(j)) for i, j in zip(sources, targets, strict=True)]
+            ways = zip(sources.tolist(), targets.tolist(), interfaces.tolist(), strict=True)
+            routes = [self.link_graph.route(*way) for way in ways]
             counts = numpy.array([len(route) for route in routes])
             hops = numpy.fromiter((channel for route in routes for channel in route), dtype=numpy.int32)
         else:
@@ -194,17 +204,17 @@ class Forest:
     def __init__(self, network: NetworkArrays) -> None:
         self.ranks = network.ranks
         none: Integers = numpy.zeros((0, self.ranks), dtype=numpy.int32)
-        self.trees = Trees(none, none, none)
+        self.trees = Trees(none, none, none, none[:, 0])
         self._network = network
-        self._rows: dict[tuple[int, ...], int] = {}
+        self._rows: dict[tuple[tuple[int, ...], int], int] = {}
         self._stars: dict[int, int] = {}
-        self._new: list[NDArray[numpy.int32]] = []
+        self._new: list[tuple[NDArray[numpy.int32], int]] = []
 
-    def row(self, parents: tuple[int, ...]) -> int:
-        """The index of a tree; ``trees`` contains it after `settle`."""
-        found = self._rows.get(parents)
+    def row(self, parents: tuple[int, ...], interface: int = 0) -> int:
+        """The index of a tree over an interface; ``trees`` contains it after `settle`."""
+        found = self._rows.get((parents, interface))
         if found is None:
-            found = self._rows[parents] = self._add(numpy.array(parents, dtype=numpy.int32))
+            found = self._rows[parents, interface] = self._add(numpy.array(parents, dtype=numpy.int32), interface)
         return found
 
     def star(self, root: int) -> int:
@@ -220,19 +230,20 @@ class Forest:
         """Add new trees to ``trees``, and their routes to the network."""
         if not self._new:
             return
-        parents = numpy.stack(self._new)
+        parents = numpy.stack([parents for parents, _ in self._new])
+        first = numpy.array([interface * self.ranks for _, interface in self._new], dtype=numpy.int32)
         self._new = []
-        made = Trees(parents, *_measure(parents))
+        made = Trees(parents, *_measure(parents), first)
         self.trees = Trees(*(numpy.concatenate(both) for both in zip(self.trees, made, strict=True)))
-        used = numpy.zeros((self.ranks, self.ranks), dtype=numpy.bool_)
+        used = numpy.zeros(self._network.routes.between.shape, dtype=numpy.bool_)
         rows, children = numpy.nonzero(parents >= 0)
         above = parents[rows, children]
-        used[children, above] = True
-        used[above, children] = True
+        used[first[rows] + children, above] = True
+        used[first[rows] + above, children] = True
         self._network.find_routes(numpy.flatnonzero(used))
 
-    def _add(self, parents: NDArray[numpy.int32]) -> int:
-        self._new.append(parents)
+    def _add(self, parents: NDArray[numpy.int32], interface: int = 0) -> int:
+        self._new.append((parents, interface))
         return len(self.trees.parents) + len(self._new) - 1
 
 

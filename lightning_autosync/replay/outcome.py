@@ -74,7 +74,7 @@ class StageTimes(NamedTuple):
         drained: time when its last bytes left.
         end: time when the last rank had received them.
         bound: channel that limited the stage when it last moved, -1 for none; in frames, its busiest channel. A pace of
-            the connection from ``source`` to ``target`` has the number ``channels + source * ranks + target``.
+            a connection has the number ``channels + connection`` (see `NetworkArrays`).
     """
 
     start: Floats
@@ -133,8 +133,10 @@ def _limit(bound: int, channels: Sequence[str], ranks: int) -> str:
         return "its pipeline"
     if bound < len(channels):
         return channels[bound]
-    source, target = divmod(bound - len(channels), ranks)
-    return f"paced connection from rank {source} to rank {target}"
+    row, target = divmod(bound - len(channels), ranks)
+    interface, source = divmod(row, ranks)
+    over = f" over interface {interface}" if interface else ""
+    return f"paced connection from rank {source} to rank {target}{over}"
 
 
 def _cause(number: int, stages: Sequence[Stage], order: StartOrder, times: StageTimes, seen: set[int]) -> int:

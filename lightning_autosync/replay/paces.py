@@ -23,7 +23,7 @@ class Paces(NamedTuple):
     """Connections of the transport that have a pace.
 
     Attributes:
-        pairs: [connections] ``source * ranks + target``.
+        pairs: [connections] their numbers in `NetworkArrays`.
         rates: [connections] most bytes/s on the wire.
     """
 
@@ -34,11 +34,11 @@ class Paces(NamedTuple):
     def of(cls, stages: Sequence[Stage], loads: Loads, trees: Trees, network: NetworkArrays) -> Paces:
         """The paces of a schedule's stages with these loads."""
         on_trees = numpy.array([not stage.collective and bool(stage.flows) for stage in stages], dtype=numpy.bool_)
-        pairs = _both_ways(loads.pairs[on_trees], network.ranks)
+        pairs = _both_ways(loads.pairs[on_trees], network)
         shape = len(stages), len(pairs)
         if not shape[0] * shape[1] or shape[0] * shape[1] > _MOST:
             return cls(pairs[:0], numpy.zeros(0))
-        place = numpy.full(network.ranks**2, -1, dtype=numpy.int64)
+        place = numpy.full(network.pairs, -1, dtype=numpy.int64)
         place[pairs] = numpy.arange(len(pairs))
         carried, pieces, further = numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(shape)
         _carry(loads.flows, trees, on_trees, place, carried, pieces, further)
@@ -50,17 +50,17 @@ class Paces(NamedTuple):
         numpy.add.at(fills, [stage.message for stage in stages], further)
         pace = HEADROOM * (1 + fills.max(axis=0) / numpy.maximum(pieces.sum(axis=0), 1)) * rate
         nodes = numpy.array(network.link_graph.spec.rank_nodes)
-        apart = nodes[pairs // network.ranks] != nodes[pairs % network.ranks]
+        apart = nodes[pairs // network.ranks % network.ranks] != nodes[pairs % network.ranks]
         paced = apart & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
         return cls(pairs[paced], pace[paced])
 
 
-def _both_ways(used: NDArray[numpy.uint64], ranks: int) -> Indices:
-    """The pairs of ranks that some stage connects, and their reverse; ``used`` has a bit set for each stage."""
+def _both_ways(used: NDArray[numpy.uint64], network: NetworkArrays) -> Indices:
+    """The connections of any stage, and their reverse; ``used`` has a bit set for each stage."""
     merged = numpy.bitwise_or.reduce(used, axis=0)
-    bits = numpy.unpackbits(merged.astype("<u8").view(numpy.uint8), bitorder="little")[: ranks**2]
-    table = bits.reshape(ranks, ranks)
-    return numpy.flatnonzero(table | table.T)
+    bits = numpy.unpackbits(merged.astype("<u8").view(numpy.uint8), bitorder="little")[: network.pairs]
+    tables = bits.reshape(-1, network.ranks, network.ranks)
+    return numpy.flatnonzero(tables | tables.transpose(0, 2, 1))
 
 
 @compiled
@@ -84,11 +84,12 @@ def _carry(
         for way in range(2):
             if ways[way] < 0:
                 continue
+            first = trees.first[ways[way]]
             for rank in range(ranks):
                 parent = trees.parents[ways[way], rank]
                 if parent < 0:
                     continue
-                up, down = place[rank * ranks + parent], place[parent * ranks + rank]
+                up, down = place[(first + rank) * ranks + parent], place[(first + parent) * ranks + rank]
                 carried[stage, up if way == 0 else down] += flows.copies[flow] * flows.wire[flow]
                 if ways[0] < 0:
                     continue  # as in the engine, rows that travel once count in no pipeline
@@ -115,7 +116,7 @@ def _needed(
     pairs: Indices, carried: Floats, work: Floats, rows: NDArray[numpy.bool_], routes: Routes, capacities: Floats
 ) -> tuple[Floats, Floats]:
     """[pairs] bytes/s that a connection needs at most in any mix of stages, and those of its route alone."""
-    ranks = len(routes.between)
+    ranks = routes.between.shape[1]
     needed, whole = numpy.full(len(pairs), numpy.inf), numpy.full(len(pairs), numpy.inf)
     for place in range(len(pairs)):
         route = routes.between[pairs[place] // ranks, pairs[place] % ranks]

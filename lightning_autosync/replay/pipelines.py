@@ -44,7 +44,7 @@ class Paths(NamedTuple):
         capacities: [channels] as in `NetworkArrays`.
         links: number of link channels, which come before the hosts.
         shared: channel of the shared cores; -1 for none.
-        paced: [ranks ** 2] channel of each paced connection ``source * ranks + target``; -1 for the others.
+        paced: [pairs] channel of each paced connection, by its number in `NetworkArrays`; -1 for the others.
     """
 
     trees: Trees
@@ -153,11 +153,12 @@ def _classify(flows: Flows, paths: Paths, flow: int, classes: Indices, parted: b
 def _copy_routes(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops) -> None:
     """Copy the route of each rank to or from its parent: each is used several times, and the table exceeds caches."""
     tree = _tree(flows, flow, way)
+    first = paths.trees.first[tree]
     for rank in range(paths.trees.parents.shape[1]):
         parent = paths.trees.parents[tree, rank]
         if parent >= 0:
             between = paths.routes.between
-            hops.route[way, rank] = between[rank, parent] if way == _UP else between[parent, rank]
+            hops.route[way, rank] = between[first + rank, parent] if way == _UP else between[first + parent, rank]
 
 
 @compiled
@@ -194,7 +195,7 @@ def _add_work(
         own[paths.links + target] += handling + receiving
         if paths.shared >= 0:
             own[paths.shared] += 2 * handling + sending + receiving
-        pair = source * ranks + target
+        pair = (paths.trees.first[tree] + source) * ranks + target
         if paths.paced[pair] >= 0:
             own[paths.paced[pair]] += share * wire
         # All operands are uint64: numba converts a mix with int64 to float64.

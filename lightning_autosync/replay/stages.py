@@ -19,6 +19,7 @@ from lightning_autosync.plan.schedule import (
     TreeTransfer,
     TwoLevelAllReduce,
 )
+from lightning_autosync.plan.trees import Tree
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import NOTHING, Floats, Forest
 from lightning_autosync.workload import Workload
@@ -166,11 +167,10 @@ class StageMaker:
 
     def _trees(self, message: Message, round: Round) -> Stage:
         itemsize = ITEMSIZE[message.dtype]
-        row = self._forest.row
         flows = [
             Flow(
-                row(transfer.reduce.parents),
-                row(transfer.broadcast.parents),
+                self._row(transfer.reduce),
+                self._row(transfer.broadcast),
                 self._framed(message, span, tail),
                 span * itemsize,
                 -(-span // transfer.segment),
@@ -182,6 +182,9 @@ class StageMaker:
         gather = decode + 1 / self._constants.reduce_rate
         launch = self._constants.exchange_cost
         return Stage(message.index, False, launch=launch, flows=tuple(flows), gather=gather, seal=encode, open=decode)
+
+    def _row(self, tree: Tree) -> int:
+        return self._forest.row(tree.parents, tree.interface)
 
     def _all_reduces(self, message: Message, round: Round) -> list[Stage]:
         """A stage for each of the backend's threads that take part: transfers go to the threads in turn."""
@@ -352,7 +355,7 @@ class StageMaker:
             pieces = max(1, round_up(share * touched / max(1, transfer.segment // width)))
             wire = share * size * constants.framing
             for tree in transfer.trees:
-                flows.append(Flow(NOTHING, self._forest.row(tree.parents), wire, share * size, pieces))
+                flows.append(Flow(NOTHING, self._row(tree), wire, share * size, pieces))
         return Stage(
             message.index,
             False,
@@ -364,13 +367,13 @@ class StageMaker:
 
     def _merged_rows(self, message: Message, size: float, touched: float) -> Stage:
         """Rows along trees, merged on the way up: ``size`` bytes of ``touched`` rows from each rank."""
-        constants, row = self._constants, self._forest.row
+        constants = self._constants
         whole = size * message.rows / max(touched, 1e-9)
         flows = []
         for transfer in message.rounds[0].transfers:
             assert isinstance(transfer, TreeTransfer)
             part = (transfer.stop - transfer.start) / message.numel * whole
-            trees = row(transfer.reduce.parents), row(transfer.broadcast.parents)
+            trees = self._row(transfer.reduce), self._row(transfer.broadcast)
             flows.append(Flow(*trees, part * constants.framing, part, 1))
         # Ranks touch rows independently, so some coincide: the sum over k ranks fills 1 - (1 - p)^k of the table.
         growth = 1 - (1 - touched / message.rows) ** numpy.arange(self._ranks + 1, dtype=numpy.float64)

@@ -17,7 +17,7 @@ from lightning_autosync.engine.exchanges.base import byte_view
 from lightning_autosync.engine.exchanges.rows import INDEX_BYTES, RowExchange, Rows, add_rows
 from lightning_autosync.engine.exchanges.trees import TreeSteps
 from lightning_autosync.engine.profiling import profiled
-from lightning_autosync.engine.transport import DOWN, Frame, Transport
+from lightning_autosync.engine.transport import DOWN, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, RowBroadcast
 
@@ -137,7 +137,7 @@ class RowGatherExchange(TreeSteps, RowExchange):
 
     def _begin(self, frames: list[tuple[int, int, Tensor]]) -> None:
         self._current, self._next = self._next, self._new_step()
-        children = [transfer.trees[self._rank].children[self._rank] for transfer in self._transfers]
+        children = [self._children(number, self._rank) for number in range(len(self._transfers))]
         self._current.open += sum(len(children[number]) for number, _, _ in frames)
         if not self._enter_step(self._current.open):
             return
@@ -169,7 +169,7 @@ class RowGatherExchange(TreeSteps, RowExchange):
         rows = Rows.cut(wire[_HEADER_BYTES:], self._width, self._dtype, gradients)
         self._add(peer, part, frame.piece, rows, count)
         number, source = divmod(frame.transfer, self._ranks)
-        children = self._transfers[number].trees[source].children[self._rank]
+        children = self._children(number, source)
         step.open += len(children)
         if step is self._current:
             self._open += len(children)
@@ -200,7 +200,12 @@ class RowGatherExchange(TreeSteps, RowExchange):
             raise ExchangeError(f"rank {peer} sent rows that are not in the schedule")
         return self._step_of(peer, frame).parts[number, source]
 
-    def _pass_on(self, peer: int, step: _Step, frame: Frame, wire: Tensor) -> None:
+    def _children(self, number: int, source: int) -> list[Peer]:
+        """Those to whom this rank passes on the rows of ``source`` in a transfer."""
+        tree = self._transfers[number].trees[source]
+        return [Peer(child, tree.interface) for child in tree.children[self._rank]]
+
+    def _pass_on(self, peer: Peer, step: _Step, frame: Frame, wire: Tensor) -> None:
         urgency = (-self._priority, self._channel, float(frame.piece))
         self._transport.send(peer, frame, byte_view(wire), urgency, partial(self._settle, step))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_autosync.engine.exchanges.base import byte_view
 from lightning_autosync.engine.exchanges.trees import TreeSteps
 from lightning_autosync.engine.profiling import profiled
-from lightning_autosync.engine.transport import DOWN, UP, Frame, Transport
+from lightning_autosync.engine.transport import DOWN, UP, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, TreeTransfer
 
@@ -201,17 +201,19 @@ class RowTreeExchange(TreeSteps, RowExchange):
         path.contributions.clear()
         path.gathering += 1
         wire = total.packed()
-        parent = path.transfer.reduce.parents[self._rank]
+        tree = path.transfer.reduce
+        parent = tree.parents[self._rank]
         if parent < 0:
             with profiled(self._name, "broadcast"):
                 self._send_down(path, total, wire)
         else:
-            self._send(parent, (path.number, 0, UP), byte_view(wire))
+            self._send(Peer(parent, tree.interface), (path.number, 0, UP), byte_view(wire))
 
     def _send_down(self, path: _Path, total: Rows, wire: Tensor) -> None:
         path.total = total
-        for child in path.transfer.broadcast.children[self._rank]:
-            self._send(child, (path.number, 0, DOWN), byte_view(wire))
+        tree = path.transfer.broadcast
+        for child in tree.children[self._rank]:
+            self._send(Peer(child, tree.interface), (path.number, 0, DOWN), byte_view(wire))
         self._progress()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_autosync.engine.exchanges.base import CodedRange, Completion, Exchange, byte_view, new_residual
 from lightning_autosync.engine.profiling import profiled
-from lightning_autosync.engine.transport import DOWN, UP, Frame, Transport
+from lightning_autosync.engine.transport import DOWN, UP, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 
@@ -74,7 +74,7 @@ class TreeSteps:
         if frame.step != expected:
             raise ExchangeError(f"rank {peer} is in step {frame.step} of an exchange, this rank in step {expected}")
 
-    def _send(self, peer: int, place: tuple[int, int, int], wire: memoryview, along: float = 0.0) -> None:
+    def _send(self, peer: Peer, place: tuple[int, int, int], wire: memoryview, along: float = 0.0) -> None:
         """Queue ``wire`` for ``peer``.
 
         Args:
@@ -110,10 +110,10 @@ class _Path:
     """One transfer from this rank's view: its number, its neighbours on both trees, and its pieces."""
 
     number: int
-    up_parent: int | None
+    up_parent: Peer | None
     up_children: tuple[int, ...]
     down_parent: int | None
-    down_children: tuple[int, ...]
+    down_children: tuple[Peer, ...]
     pieces: list[_Piece] = field(default_factory=list)
 
 
@@ -253,8 +253,8 @@ def _new_path(number: int, transfer: TreeTransfer, rank: int) -> _Path:
     up, down = transfer.reduce, transfer.broadcast
     return _Path(
         number=number,
-        up_parent=up.parents[rank] if up.parents[rank] >= 0 else None,
+        up_parent=Peer(up.parents[rank], up.interface) if up.parents[rank] >= 0 else None,
         up_children=up.children[rank],
         down_parent=down.parents[rank] if down.parents[rank] >= 0 else None,
-        down_children=down.children[rank],
+        down_children=tuple(Peer(child, down.interface) for child in down.children[rank]),
     )

@@ -226,11 +226,16 @@ def _restricted(cluster: ClusterSpec, ranks: list[int], sets: tuple[tuple[int, .
         loads = topology.loads([(i, j) for i in members for j in members if i != j])
         users = [count + (load > 0) for count, load in zip(users, loads, strict=True)]
     names = [cluster.nodes[cluster.rank_nodes[rank]].name for rank in ranks]
-    nodes = [{**node.model_dump(), "devices": names.count(node.name)} for node in cluster.nodes if node.name in names]
+    nodes = [
+        {**node.model_dump(), "devices": names.count(node.name), "interfaces": ()}
+        for node in cluster.nodes
+        if node.name in names
+    ]
     links, reached = [], set(names)
     for number, link in enumerate(cluster.links):
         share = max(users[2 * number], users[2 * number + 1], 1)
-        if not {link.a, link.b} <= {*names, *cluster.switches}:
+        # Shares of links are known for the first interface only.
+        if not {link.a, link.b} <= {*names, *cluster.switches} or not cluster.carries(0, link):
             continue
         reached |= {link.a, link.b}
         rates = (link.bandwidth, link.reverse_bandwidth)

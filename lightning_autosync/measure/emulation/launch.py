@@ -13,6 +13,7 @@ from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.delays import TAP_QUEUE, End, Relay
 from lightning_autosync.measure.emulation.network import Network, Port
 from lightning_autosync.measure.launches.launch import StartedCommand
+from lightning_autosync.ports import ADDRESSES
 
 BURST = "128kb"  # large enough for a segmentation-offloaded packet of 64 KiB, small enough to be used up soon
 QUEUE = "100ms"
@@ -86,6 +87,7 @@ class EmulatedLaunch:
     def environment(self, rank: int) -> dict[str, str]:
         node = self.cluster.rank_nodes[rank]
         return {
+            ADDRESSES: ",".join(self.network.address(node, one) for one in range(self.cluster.interface_count)),
             "GLOO_SOCKET_IFNAME": self.network.interface(node),
             "LOCAL_RANK": str(self.cluster.ranks_of(node).index(rank)),
             "GROUP_RANK": str(node),
@@ -140,10 +142,10 @@ class EmulatedLaunch:
     def _route_lines(self, place: int) -> list[str]:
         """Commands that add routes: those for all sources to the main table, those for one source to its own table."""
         lines = []
-        # A node has an address on each port, but the other nodes have routes to the first one only.
-        origin = f" src {self.network.address(place)}" if place < len(self.cluster.nodes) else ""
         tables: dict[str, int] = {}
         for route in self.network.routes_of(place):
+            # A node has an address on each port, but the other nodes have routes to the first one of an interface only.
+            origin = "" if route.origin is None else f" src {route.origin}"
             line = f"route add {route.destination}/32 via {route.gateway} dev {route.interface}{origin}"
             if route.source is not None:
                 if route.source not in tables:

@@ -44,16 +44,18 @@ class Route:
     """A place's next hop to a node, for all packets or only for packets from one node.
 
     Attributes:
-        destination: address of the node.
+        destination: address of the node's interface.
         gateway: address of the neighbouring port.
         interface: interface from which to send.
         source: address of the node that sent the packet; None for packets from anywhere.
+        origin: address from which a node's own packets leave; None at a switch.
     """
 
     destination: str
     gateway: str
     interface: str
     source: str | None = None
+    origin: str | None = None
 
 
 class Network:
@@ -72,18 +74,22 @@ class Network:
         self.cluster = cluster
         self.places = (*(node.name for node in cluster.nodes), *cluster.switches)
         self.ports = tuple(_ports(cluster, self.places))
-        self._uplinks: dict[int, Port] = {}
-        for port in self.ports:
-            self._uplinks.setdefault(port.place, port)
+        self._uplinks: dict[tuple[int, int], Port] = {}
+        for number, port in enumerate(self.ports):
+            for interface in range(cluster.interface_count):
+                if cluster.carries(interface, cluster.links[number // 2]):
+                    self._uplinks.setdefault((port.place, interface), port)
         self._routes = self._find_routes()
 
-    def address(self, node: int) -> str:
-        """The address of a node: that of its first port, or the loopback address if it has no link."""
-        return self._uplinks[node].address if node in self._uplinks else LOOPBACK
+    def address(self, node: int, interface: int = 0) -> str:
+        """The address of a node's interface: that of its first port, or the loopback address if it has no link."""
+        port = self._uplinks.get((node, interface))
+        return LOOPBACK if port is None else port.address
 
     def interface(self, node: int) -> str:
-        """The interface that carries :meth:`address`."""
-        return self._uplinks[node].interface if node in self._uplinks else "lo"
+        """The port that carries :meth:`address` of the first interface."""
+        port = self._uplinks.get((node, 0))
+        return "lo" if port is None else port.interface
 
     def ports_of(self, place: int) -> list[Port]:
         """The ports of one place."""
@@ -95,37 +101,39 @@ class Network:
 
     def _find_routes(self) -> dict[int, list[Route]]:
         """Routes by destination, and also by source where the topology sends sources over different links."""
-        hops: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-        for source, target, channels in self._paths():
+        hops: dict[tuple[int, int, int], dict[int, int]] = defaultdict(dict)
+        for source, target, interface, channels in self._paths():
             for channel in channels:
-                hops[self.ports[channel].place, target][source] = channel
+                hops[self.ports[channel].place, target, interface][source] = channel
         routes: dict[int, list[Route]] = {place: [] for place in range(len(self.places))}
-        for (place, target), by_source in hops.items():
+        for (place, target, interface), by_source in hops.items():
             # The kernel picks the source address of a place's own packets only after routing, so rules by source cannot
             # match them. So the route for all sources must be the one for the place's own packets.
             common = by_source.get(place, Counter(by_source.values()).most_common(1)[0][0])
-            routes[place] += [
-                self._route(channel, target, source) for source, channel in by_source.items() if channel != common
-            ]
-            routes[place].append(self._route(common, target))
+            others = [source for source, channel in by_source.items() if channel != common]
+            for source in (*others, None):
+                channel = common if source is None else by_source[source]
+                sender, receiver = self.ports[channel], self.ports[channel ^ 1]
+                routes[place].append(
+                    Route(
+                        self.address(target, interface),
+                        receiver.address,
+                        sender.interface,
+                        None if source is None else self.address(source, interface),
+                        self.address(place, interface) if place < len(self.cluster.nodes) else None,
+                    )
+                )
         return routes
 
-    def _paths(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Source node, target node, and the channels of links between them."""
+    def _paths(self) -> Iterator[tuple[int, int, int, list[int]]]:
+        """Source node, target node, interface, and the channels of links between them."""
         topology = LinkGraph(self.cluster)
         ranks = [self.cluster.ranks_of(node)[0] for node in range(len(self.cluster.nodes))]
-        for source, i in enumerate(ranks):
-            for target, j in enumerate(ranks):
-                yield (
-                    source,
-                    target,
-                    [channel for channel in topology.route(i, j) if channel < len(self.ports)],
-                )
-
-    def _route(self, channel: int, target: int, source: int | None = None) -> Route:
-        sender, receiver = self.ports[channel], self.ports[channel ^ 1]
-        origin = None if source is None else self.address(source)
-        return Route(self.address(target), receiver.address, sender.interface, origin)
+        for interface in range(self.cluster.interface_count):
+            for source, i in enumerate(ranks):
+                for target, j in enumerate(ranks):
+                    route = topology.route(i, j, interface)
+                    yield source, target, interface, [channel for channel in route if channel < len(self.ports)]
 
 
 def _ports(cluster: ClusterSpec, places: tuple[str, ...]) -> Iterator[Port]:

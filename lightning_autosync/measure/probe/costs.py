@@ -20,7 +20,7 @@ from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.engine.exchanges.rows import Rows, add_rows
 from lightning_autosync.engine.exchanges.trees import TreeExchange
 from lightning_autosync.engine.row_gradients import touched_rows
-from lightning_autosync.engine.transport import UP, Frame, Transport
+from lightning_autosync.engine.transport import UP, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.models.paced import PacedModule
@@ -200,7 +200,7 @@ def _frames(one: int, other: int, reduce_rate: float) -> dict[str, float]:
     if rank in (one, other):
         (connection,) = sockets.values()
         own = int(rank == other)  # within this transport, the two ranks are ranks 0 and 1
-        transport = Transport({1 - own: connection})
+        transport = Transport({Peer(1 - own): connection})
         peer = other if rank == one else one
         lone = _bounce(transport, own, lambda: _meet(peer, rank == one))
         small = _make_sum(transport, own, 1, pieces=_SMALL_FRAMES, size=_SMALL_ELEMENTS)
@@ -223,7 +223,7 @@ def _frames(one: int, other: int, reduce_rate: float) -> dict[str, float]:
 
 def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> float:
     """One-way seconds of a single frame: half a round trip, fastest tenth."""
-    begins, peer = own == 0, 1 - own
+    begins, peer = own == 0, Peer(1 - own)
     payload = memoryview(bytearray(1))
     times: list[float] = []
     done = threading.Event()

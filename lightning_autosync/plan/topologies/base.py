@@ -309,6 +309,6 @@ def make_tree(parents: dict[int, int]) -> Tree:
 
 
 @lru_cache(maxsize=4096)
-def cached_tree(parents: tuple[int, ...]) -> Tree:
+def cached_tree(parents: tuple[int, ...], interface: int = 0) -> Tree:
     """The tree with these parents; cached, because plans for one cluster use few different trees."""
-    return Tree(parents)
+    return Tree(parents, interface)

@@ -51,7 +51,8 @@ def check(spec: ClusterSpec, packing: TreePacking) -> None:
             assert way.count(-1) == 1
             assert not link_graph.symmetric or height(way) == networkx.radius(graph)
         transfers = [*edges[0], *((parent, rank) for rank, parent in edges[1])]
-        loads += tree.weight * packing.rate * link_graph.loads(transfers)
+        (used,) = link_graph.load_rows([transfers], [tree.interface]).toarray()
+        loads += tree.weight * packing.rate * used
     assert not link_graph.symmetric or all(tree.broadcast is None for tree in packing.trees)
     assert sum(tree.weight for tree in packing.trees) == pytest.approx(1)
     assert max(loads / link_graph.capacities) == pytest.approx(1)
@@ -143,10 +144,11 @@ def test_racks_of_nodes_with_devices_get_trees_of_three_levels() -> None:
 
 
 def test_roots_are_spread_over_equal_centres() -> None:
-    trees = (tree_of([(0, 1), (1, 2), (2, 3)]), tree_of([(3, 1), (1, 2), (2, 0)]))
+    trees = [(tree_of([(0, 1), (1, 2), (2, 3)]), 0), (tree_of([(3, 1), (1, 2), (2, 0)]), 1)]
     packed = _root_trees(trees, numpy.array([0.4, 0.6]), world_size=4)
     assert [tree.parents.index(-1) for tree in packed] == [1, 2]
     assert [tree.weight for tree in packed] == [0.6, 0.4]
+    assert [tree.interface for tree in packed] == [1, 0]
 
 
 def test_small_trees_are_dropped_only_where_that_costs_little() -> None:

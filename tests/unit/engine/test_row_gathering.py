@@ -17,7 +17,7 @@ from sweeps import examples
 
 from lightning_autosync.engine.exchanges.gathered_rows import RowGatherExchange
 from lightning_autosync.engine.exchanges.rows import Rows, add_rows
-from lightning_autosync.engine.transport import DOWN, Frame, Transport
+from lightning_autosync.engine.transport import DOWN, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Compressor, Message, Round, RowBroadcast, Tree
 
@@ -72,10 +72,10 @@ def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
 @contextmanager
 def exchanges(transfers: tuple[RowBroadcast, ...], size: int) -> Iterator[list[RowGatherExchange]]:
     """The exchange of each of ``size`` ranks, connected to all others."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    ends: list[dict[Peer, socket.socket]] = [{} for _ in range(size)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         for one, other in combinations(range(size), 2):
-            ends[one][other], ends[other][one] = connected(server)
+            ends[one][Peer(other)], ends[other][Peer(one)] = connected(server)
     transports = [Transport(sockets) for sockets in ends]
     message = message_of(transfers)
     try:
@@ -150,7 +150,7 @@ def test_rows_that_do_not_fit_end_the_exchange(frame: Frame, payload: bytes, fau
     with exchanges((DIRECT,), 2) as (exchange, other):
         transport = other._transport
         sent = frame._replace(size=len(payload))
-        transport.submit(lambda: transport.send(0, sent, memoryview(payload), (0.0,)))
+        transport.submit(lambda: transport.send(Peer(0), sent, memoryview(payload), (0.0,)))
         exchange.start(Rows(torch.zeros(0, dtype=torch.int64), torch.zeros(0, WIDTH), 1))
         with pytest.raises(ExchangeError, match=fault):
             exchange.wait()

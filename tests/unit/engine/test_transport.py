@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_autosync.engine.transport import _HEADER, UP, Frame, Transport, _Peer
+from lightning_autosync.engine.transport import _HEADER, UP, Frame, Peer, Transport, _Connection
 from lightning_autosync.errors import ExchangeError
 
 
@@ -47,7 +47,7 @@ def pair() -> Iterator[tuple[Transport, Transport]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    transports = Transport({1: one}), Transport({0: other}, rates={0: 1e9})
+    transports = Transport({Peer(1): one}), Transport({Peer(0): other}, rates={Peer(0): 1e9})
     yield transports
     for transport in transports:
         transport.close()
@@ -57,7 +57,7 @@ def send(transport: Transport, peer: int, frames: list[tuple[int, bytes, float]]
     def queue() -> None:
         for piece, payload, urgency in frames:
             frame = Frame(channel, 1, 0, piece, UP, len(payload))
-            transport.send(peer, frame, memoryview(payload), (urgency,))
+            transport.send(Peer(peer), frame, memoryview(payload), (urgency,))
 
     transport.submit(queue)
 
@@ -95,7 +95,7 @@ def test_a_lost_peer_fails_every_receiver() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    transport = Transport({0: other})
+    transport = Transport({Peer(0): other})
     inboxes = [Inbox(1), Inbox(1)]
     for channel, inbox in enumerate(inboxes):
         transport.register(channel, inbox)
@@ -153,7 +153,7 @@ def test_frames_may_arrive_in_parts_of_any_size(size: int) -> None:
     )
     inbox, transport = Inbox(len(payloads)), Transport({})
     transport.register(0, inbox)
-    peer = _Peer(0, Trickle(stream, size))  # type: ignore[arg-type]
+    peer = _Connection(Peer(0), Trickle(stream, size))  # type: ignore[arg-type]
     for _ in stream:
         transport._read(peer)
     transport.close()

@@ -11,7 +11,7 @@ from lightning_autosync.errors import ClusterError
 from lightning_autosync.measure.emulation.network import LOOPBACK, Network
 
 
-def travel(network: Network, source: int, target: int) -> list[int]:
+def travel(network: Network, source: int, target: int, interface: int) -> list[int]:
     """The channels that a packet takes from node to node."""
     place, channels = source, []
     while place != target:
@@ -19,8 +19,11 @@ def travel(network: Network, source: int, target: int) -> list[int]:
         route = next(
             route
             for route in network.routes_of(place)
-            if route.destination == network.address(target) and route.source in (None, network.address(source))
+            if route.destination == network.address(target, interface)
+            and route.source in (None, network.address(source, interface))
         )
+        # A node's own packets leave from the address of the interface by which they leave.
+        assert route.origin == (network.address(place, interface) if place < len(network.cluster.nodes) else None)
         (channel,) = (
             index
             for index, port in enumerate(network.ports)
@@ -34,10 +37,11 @@ def travel(network: Network, source: int, target: int) -> list[int]:
 
 def check_travel(cluster: ClusterSpec) -> None:
     network, topology = Network(cluster), LinkGraph(cluster)
-    for i, source in enumerate(cluster.rank_nodes):
-        for j, target in enumerate(cluster.rank_nodes):
-            links = [channel for channel in topology.route(i, j) if channel < 2 * len(cluster.links)]
-            assert travel(network, source, target) == links
+    for interface in range(cluster.interface_count):
+        for i, source in enumerate(cluster.rank_nodes):
+            for j, target in enumerate(cluster.rank_nodes):
+                links = [channel for channel in topology.route(i, j, interface) if channel < 2 * len(cluster.links)]
+                assert travel(network, source, target, interface) == links
 
 
 def places_that_route_by_source(network: Network) -> list[str]:

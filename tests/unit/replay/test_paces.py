@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 import pytest
+from clusters import two_interfaces
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.plan import Compressor, Schedule, SyncPlan, builders, compile_plan
@@ -19,6 +20,7 @@ CLUSTERS = {
     "fat": FAT,
     "racks": ClusterSpec.racks(racks=2, nodes_per_rack=3, bandwidth=50e6, uplink=25e6),
     "nodes of two": ClusterSpec.uniform(nodes=3, devices=2, bandwidth=12.5e6),
+    "two interfaces": two_interfaces([50e6, 12.5e6, 12.5e6, 12.5e6], [12.5e6, 12.5e6, 12.5e6, 50e6]),
 }
 LAYERS = Workload(
     name="layers",
@@ -70,11 +72,12 @@ def check_paces(made: Schedule, work: Workload, spec: ClusterSpec) -> None:
     pricing = Replay(work, spec, Constants())
     step = pricing._prepare(made)
     paces = Paces.of(step.stages, step.loads, pricing._forest.trees, pricing._network)
-    found: dict[int, dict[int, float]] = {rank: {} for rank in range(spec.world_size)}
+    found: dict[int, dict[int, float]] = {row: {} for row in range(spec.interface_count * spec.world_size)}
     for pair, rate in zip(paces.pairs.tolist(), paces.rates.tolist(), strict=True):
         found[pair // spec.world_size][pair % spec.world_size] = PAYLOAD_SHARE * rate
-    for rank, rates in found.items():
-        assert rates == pytest.approx(pacing_rates(made, LinkGraph(spec), rank), rel=1e-2)
+    for row, rates in found.items():
+        interface, rank = divmod(row, spec.world_size)
+        assert rates == pytest.approx(pacing_rates(made, LinkGraph(spec), rank, interface), rel=1e-2)
 
 
 def times(work: Workload, builder: str, cluster: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
