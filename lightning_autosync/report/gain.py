@@ -114,15 +114,17 @@ def _travels(row: GainRow) -> tuple[str, str]:
 def gain_remarks(result: GainResult) -> Iterator[str]:
     """Lines below the table."""
     yield f"AutoSync: the plan by which a job begins, without trials: {result.reason}"
+    tables = any(row.kind != "bound" and row.messages and row.sent is None for row in result.rows)
     if result.computes:
         yield (
             "a job does not know its computation before its first step, so it compares times of the synchronization "
-            "alone; the table compares whole steps"
+            f"alone{', with all rows of embeddings' if tables else ''}; the table compares whole steps"
+            f"{', with the touched rows' if tables else ''}"
         )
     yield "speedup: step time of the best DDP divided by this step time; sent: mean of the ranks, in a step"
     if not result.computes:
         yield "the times of forward and backward are unknown and count as 0, so these are times of synchronization"
-    if any(row.kind != "bound" and row.messages and row.sent is None for row in result.rows):
+    if tables:
         yield "rows: only touched rows of embeddings travel; DDP sends whole tables, unless modules have sparse=True"
     yield "overlap: for models on CPUs; its prediction has not been compared with measurements"
     if result.of("shares"):
