@@ -35,6 +35,8 @@ VERBS = {
 FULL_ERROR = "HYDRA_FULL_ERROR"
 TORCHRUN = "hydra/launcher=autosync_torchrun"
 """The launcher that starts this command again in each rank, for which it needs the command line."""
+_WRONG_LINE = 2
+"""Exit status for a verb or an option that does not exist."""
 _LAUNCHER_TIMEOUT = 10.0
 """Seconds for which a rank waits to be ended, since the first rank of its host has the same error."""
 
@@ -47,11 +49,11 @@ def main() -> None:
     interrupts.end_at_once()
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(usage())
-        sys.exit(0 if len(sys.argv) > 1 else 2)
+        sys.exit(0 if len(sys.argv) > 1 else _WRONG_LINE)
     verb = sys.argv[1]
     if verb not in VERBS:
         print(_unknown_verb(verb), file=sys.stderr)
-        sys.exit(2)
+        sys.exit(_WRONG_LINE)
     sys.argv = [f"autosync {verb}", *sys.argv[2:]]
     logging.raiseExceptions = False  # else a full disk causes a traceback for each line of the log
     try:
@@ -76,7 +78,7 @@ def _exit_interrupted(verb: str) -> NoReturn:
     sys.exit(interrupts.STATUS)
 
 
-def _exit_with(verb: str, error: AutoSyncError | OSError) -> NoReturn:
+def _exit_with(verb: str, error: AutoSyncError | OSError, status: int = 1) -> NoReturn:
     """Exit with the message of an error, which all ranks of a job may have: of each host, its first rank prints it.
 
     The others wait until their launcher ends them because the first one failed. A rank that is not ended has an error
@@ -88,14 +90,19 @@ def _exit_with(verb: str, error: AutoSyncError | OSError) -> NoReturn:
             time.sleep(_LAUNCHER_TIMEOUT)
         except KeyboardInterrupt:
             _exit_interrupted(verb)
-    sys.exit(f"autosync {verb}: {_one_line(error)}")
+    message = f"autosync {verb}: {_one_line(error)}"
+    if status == 1:
+        sys.exit(message)  # which Python prints
+    print(message, file=sys.stderr)
+    sys.exit(status)
 
 
 def _unknown_verb(verb: str) -> str:
-    from difflib import get_close_matches
+    from lightning_autosync.documents import did_you_mean
 
-    if near := get_close_matches(verb, VERBS, 1):
-        return f"autosync: '{verb}' is not a verb; did you mean '{near[0]}'? autosync --help lists the verbs"
+    meant = {verb: f"'{verb}'" for verb in VERBS} | {"help": "'--help'"}
+    if near := did_you_mean(verb.lstrip("-"), meant, meant.__getitem__):
+        return f"autosync: '{verb}' is not a verb; {near} autosync --help lists the verbs"
     return f"autosync: '{verb}' is not a verb\n\n{usage()}"
 
 
@@ -120,7 +127,10 @@ def run_verb(verb: str) -> None:
 
             sys.argv[1:] = hide_passwords(sys.argv[1:])
         refuse_passwords(sys.argv[1:])
-        check_options(verb, sys.argv[1:])
+        try:
+            check_options(verb, sys.argv[1:])
+        except DocumentError as error:
+            _exit_with(verb, error, _WRONG_LINE)
         sys.argv[1:] = prepared(with_todays_keys(verb, with_names(verb, sys.argv[1:])), Path(folder))
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_autosync.cli.tables import table_console
-from lightning_autosync.documents import Configuration, counted
+from lightning_autosync.documents import Configuration, bytes_text, counted
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.search.memory import Remembered, StepTime, TunedPlan, TuningCache
 
@@ -97,9 +97,9 @@ def _the_one(plans: TuningCache, key: str) -> Remembered:
 def _list(plans: TuningCache) -> None:
     entries = plans.entries()
     table = Table(header_style="bold")
-    for heading in ("key", "model", "parameters", "MB", "ranks", "hosts", "plan", "speedup", "age"):
+    for heading in ("key", "model", "parameters", "size", "ranks", "hosts", "plan", "speedup", "age"):
         table.add_column(
-            heading, justify="right" if heading in ("parameters", "MB", "ranks", "hosts", "age") else "left"
+            heading, justify="right" if heading in ("parameters", "size", "ranks", "hosts", "age") else "left"
         )
     for one in entries:
         if one.entry is not None:
@@ -118,7 +118,7 @@ def _row(fingerprint: str, entry: TunedPlan) -> list[str]:
         fingerprint,
         key.workload.name,
         f"{sum(variable.numel for variable in key.workload.variables):,}",
-        f"{key.workload.bytes / 1e6:.1f}",
+        bytes_text(key.workload.bytes),
         str(len(key.hosts)),
         str(len(set(key.hosts))),
         entry.origin,
@@ -161,7 +161,7 @@ def _words(entry: TunedPlan) -> list[str]:
     size = "the builders' own size" if key.bucket_bytes is None else f"{key.bucket_bytes} bytes"
     return [
         f"key {key.fingerprint}: {workload.name}, {counted(len(workload.variables), 'parameter')} of "
-        f"{workload.bytes / 1e6:.3f} MB, {counted(len(key.hosts), 'rank')} on {counted(len(hosts), 'host')} "
+        f"{bytes_text(workload.bytes)}, {counted(len(key.hosts), 'rank')} on {counted(len(hosts), 'host')} "
         f"({', '.join(f'{host}: {key.hosts.count(host)}' for host in hosts)})",
         f"allowed: {key.semantics}; messages: {size}; device: {key.device}",
         f"written {entry.written.isoformat(timespec='seconds')} by lightning-autosync {key.package} with torch "

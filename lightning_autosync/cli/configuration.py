@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.documents import did_you_mean
 from lightning_autosync.errors import DocumentError
 
 WIDTH = 120
@@ -26,6 +26,8 @@ _PLACES = {
 """Where the ranks of each launch run."""
 _OF_VERBS = re.compile(r"\((\w+(?:, \w+)*)\) ")
 """The beginning of an option's first comment if it is only for some verbs: ``# (converge, train) What it is.``"""
+_MOST_NEAR = 3
+"""Largest number of options that a message suggests."""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
 
 
@@ -114,8 +116,8 @@ def check_options(verb: str, arguments: Sequence[str]) -> None:
         name, _, value = word.lstrip("-").partition("=")
         meant = {key: f"{key}={value or 'VALUE'}" for key in _keys_of(verb)}
         meant |= {option.lstrip("-"): option for option in options}
-        if near := get_close_matches(name, meant, 1):
-            raise DocumentError(f"'{word}': no such option; did you mean {meant[near[0]]}?")
+        if near := did_you_mean(name, meant, meant.__getitem__):
+            raise DocumentError(f"'{word}': no such option; {near}")
         raise DocumentError(
             f"'{word}': no such option; give key=value: 'autosync {verb} --help' lists the keys, and "
             f"'autosync {verb} --hydra-help' the options"
@@ -220,8 +222,11 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
         beside = set(error.options or ())
         own = [name for name in options_of(verb, group) if name in beside]
         foreign = sorted(beside - {path.stem for path in (configuration_directory() / group).glob("*.yaml")})
-        known = f"{group}: '{option}' is not known; allowed: {', '.join([*own, *foreign])}"
-        return known + (f"; for a model of the catalogue, give workload={option}" if _is_workload(verb, option) else "")
+        known = f"allowed: {', '.join([*own, *foreign])}"
+        if _is_workload(verb, option):
+            return f"{group}: '{option}' is not known; {known}; for a model of the catalogue, give workload={option}"
+        near = _sentence(did_you_mean(option, [*own, *foreign], most=_MOST_NEAR))
+        return f"{group}: '{option}' is not known; {near}{known}"
     if isinstance(error, OverrideParseException):
         return f"'{error.override}': not of the form key=value: {_first_line(error)}"
     if found := _WRONG_KEY.match(str(error)):
@@ -238,12 +243,9 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
     """The message on an unknown key: the keys beside it, or how to add it to an empty mapping."""
     from omegaconf import OmegaConf
 
-    groups = [path.name for path in configuration_directory().iterdir() if path.is_dir()]
+    groups = _groups(verb)
     chosen = [
-        override
-        for override in overrides
-        if override.startswith("hydra/")
-        or (override.partition("=")[0] in groups and _has_group(verb, override.partition("=")[0]))
+        override for override in overrides if override.startswith("hydra/") or override.partition("=")[0] in groups
     ]
     node, place = _compose(verb, next(iter(_combinations(chosen))), key.startswith("hydra.")), ""
     for part in key.split(".")[:-1]:
@@ -255,6 +257,8 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
     beside: Any = OmegaConf.to_container(node)
     if beside and under != key and beside.get(under.rpartition(".")[2], "none") is None:
         place, beside = under, {}
+    if not beside and _has_group(verb, place):
+        return f"{key}: no option of {place} is chosen, so it has no keys; give {place}=OPTION, and then {key}=..."
     if not beside:
         return f"{key}: {place} has no keys yet; to add this one, write +{key}=..."
     own = sorted(map(str, node))
@@ -262,12 +266,27 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
         # Hydra takes KEY=VALUE for an option of a group if any verb has such a group.
         return f"{key}: takes no options for {verb}, but keys and values; set one by +{key}.KEY=VALUE"
     if place.partition(".")[0] == "hydra":  # dozens of keys, which are not this package's
-        near = get_close_matches(under.rpartition(".")[2], own, 1)
-        hint = f"did you mean {place}.{near[0]}? " if near else ""
-        return f"{key}: unknown key; {hint}'autosync {verb} --cfg hydra' lists the keys of Hydra"
-    names = sorted({*own, *([] if place else [name for name in groups if _has_group(verb, name)])})
+        near = _sentence(did_you_mean(under.rpartition(".")[2], own, f"{place}.{{}}".format))
+        return f"{key}: unknown key; {near}'autosync {verb} --cfg hydra' lists the keys of Hydra"
+    names = sorted({*own, *([] if place else groups)})
     add = f"; to add one, write +{key}=..." if place == "contenders" else ""
-    return f"{key}: unknown key; allowed{f' in {place}' if place else ''}: {', '.join(names)}{add}"
+    near, last = "", under.rpartition(".")[2]
+    if last not in names:
+        near = did_you_mean(last, names, (f"{place}.{{}}" if place else "{}").format)
+        near = _sentence(near or ("" if place else _meant_option(verb, key, overrides)))
+    return f"{key}: unknown key; {near}allowed{f' in {place}' if place else ''}: {', '.join(names)}{add}"
+
+
+def _meant_option(verb: str, key: str, overrides: Sequence[str]) -> str:
+    """A question about an unknown group: whether the group that has an option like its value was meant."""
+    value = next((value for name, _, value in (each.partition("=") for each in overrides) if name == key), "")
+    options = {option: f"{group}={option}" for group in _groups(verb) for option in options_of(verb, group)}
+    return did_you_mean(value, options, options.__getitem__)
+
+
+def _sentence(question: str) -> str:
+    """A question with a blank behind it, if there is one."""
+    return f"{question} " if question else ""
 
 
 def _braces(group: str) -> str:
@@ -284,6 +303,11 @@ def _is_workload(verb: str, option: str) -> bool:
     from lightning_autosync.workload import catalogue
 
     return verb == "predict" and option in catalogue.names()
+
+
+def _groups(verb: str) -> list[str]:
+    """The groups of options of the verb."""
+    return [path.name for path in configuration_directory().iterdir() if path.is_dir() and _has_group(verb, path.name)]
 
 
 def _has_group(verb: str, group: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.documents import checked, is_path, naming_lines, read_data
+from lightning_autosync.documents import checked, did_you_mean, is_path, naming_lines, read_data
 from lightning_autosync.errors import ClusterError
 
 
@@ -45,7 +45,10 @@ def resolve_cluster(value: ClusterSpec | str | os.PathLike[str]) -> ClusterSpec:
         return ClusterSpec.load(value)
     name, shipped = os.fspath(value), shipped_clusters()
     if name not in shipped:
-        raise ClusterError(f"cluster: no shipped cluster is named '{name}'; allowed: {', '.join(shipped)}")
+        near = did_you_mean(name, shipped, most=3)
+        raise ClusterError(
+            f"cluster: no shipped cluster is named '{name}'; {near and f'{near} '}allowed: {', '.join(shipped)}"
+        )
     return ClusterSpec.load(shipped[name])
 
 

@@ -44,7 +44,17 @@ from lightning_autosync.documents.records import (
     checked,
     result_figures,
 )
-from lightning_autosync.documents.text import canonical, counted, digest, digest_text, seconds_text, shortened, shown
+from lightning_autosync.documents.text import (
+    bytes_text,
+    canonical,
+    counted,
+    did_you_mean,
+    digest,
+    digest_text,
+    seconds_text,
+    shortened,
+    shown,
+)
 
 __all__ = [
     "LARGEST",
@@ -68,11 +78,13 @@ __all__ = [
     "TimeOffset",
     "append_lines",
     "as_yaml",
+    "bytes_text",
     "canonical",
     "check_format",
     "checked",
     "counted",
     "describe_validation_error",
+    "did_you_mean",
     "digest",
     "digest_text",
     "held",

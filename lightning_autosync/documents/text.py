@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import Any
 
 MOST_SHOWN = 100
@@ -33,6 +35,28 @@ def seconds_text(seconds: float) -> str:
     value, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
     decimals = next((count for limit, count in ((10, 3), (100, 2), (1000, 1)) if value < limit), 0)
     return f"{value:.{decimals}f} {unit}"
+
+
+def bytes_text(size: float) -> str:
+    """Bytes as text in the unit that fits, with three digits at most: ``412 B``, ``26 kB``, ``8.29 MB``, ``1.2 GB``."""
+    text, unit = f"{size:.3g}", "B"
+    for scale, larger in ((1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB")):
+        if float(text) >= 1000:
+            text, unit = f"{size / scale:.3g}", larger
+    return f"{float(text):.0f} {unit}" if "e" in text else f"{text} {unit}"
+
+
+def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = "'{}'".format, most: int = 1) -> str:
+    """A question for an error about a wrong name: ``did you mean 'this' or 'that'?``; empty if no name is near.
+
+    Args:
+        name: the wrong name.
+        known: the right names.
+        show: how a right name is shown.
+        most: how many names are suggested at most, the nearest first.
+    """
+    near = get_close_matches(name, list(known), most)
+    return f"did you mean {' or '.join(map(show, near))}?" if near else ""
 
 
 def canonical(data: Any) -> str:

@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from lightning_autosync.documents import counted, short_labels
+from lightning_autosync.documents import bytes_text, counted, short_labels
 from lightning_autosync.plan.spec import Group, SyncPlan
 from lightning_autosync.workload import Workload
 
@@ -17,11 +17,11 @@ _HEADINGS = ("group", "variables", "architecture", "topology", "shards", "placem
 
 
 def plan_table(plan: SyncPlan, workload: Workload | None = None, width: int = 120) -> str:
-    """A text table of the plan's groups, with their megabytes if the workload is given."""
+    """A text table of the plan's groups, with their sizes if the workload is given."""
     table = Table(title=_title(plan), title_justify="left", header_style="bold")
-    for heading in _HEADINGS if workload is None else (*_HEADINGS, "MB"):
+    for heading in _HEADINGS if workload is None else (*_HEADINGS, "size"):
         table.add_column(
-            heading, justify="right" if heading in ("shards", "priority", "MB") else "left", overflow="fold"
+            heading, justify="right" if heading in ("shards", "priority", "size") else "left", overflow="fold"
         )
     names = short_labels([group.name for group in plan.groups], _MOST_CHARACTERS)
     variables = short_labels([group.variables[0] for group in plan.groups], _MOST_CHARACTERS)
@@ -29,7 +29,7 @@ def plan_table(plan: SyncPlan, workload: Workload | None = None, width: int = 12
         row = [name, variable if len(group.variables) == 1 else f"{variable} and {len(group.variables) - 1} more"]
         row += _row(group)
         if workload is not None:
-            row.append(f"{sum(workload.variable(name).bytes for name in group.variables) / 1e6:.3f}")
+            row.append(bytes_text(sum(workload.variable(name).bytes for name in group.variables)))
         table.add_row(*row)
     text = StringIO()
     Console(file=text, width=width, force_terminal=False).print(table)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from rich.table import Table
 
-from lightning_autosync.documents import Count, Duration, Index, Record, Result, seconds_text
+from lightning_autosync.documents import Count, Duration, Index, Record, Result, bytes_text, seconds_text
 from lightning_autosync.measure.figures import numbers_table
 from lightning_autosync.report.predict import CUT_BOUND
 
@@ -86,10 +86,10 @@ class GainResult(Result):
 
 def gain_table(result: GainResult) -> Table:
     """A row for the best DDP, for AutoSync with each option that applies, for each builder, and for the bound."""
-    title = f"{result.workload} ({result.bytes / 1e6:.1f} MB) on {result.cluster}, {result.world_size} ranks, predicted"
+    title = f"{result.workload} ({bytes_text(result.bytes)}) on {result.cluster}, {result.world_size} ranks, predicted"
     table = numbers_table(title, (), ())
     table.add_column("", overflow="fold")
-    for heading in ("step", "speedup", "MB sent"):
+    for heading in ("step", "speedup", "sent"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("messages")
     best, *_ = settings = result.of("ddp")
@@ -104,21 +104,27 @@ def gain_table(result: GainResult) -> Table:
 
 
 def _travels(row: GainRow) -> tuple[str, str]:
-    """What travels: MB sent, and messages with their topologies."""
+    """What travels: bytes sent, and messages with their topologies."""
     if row.messages is None:
         return "", ""
-    sent = "rows" if row.sent is None else f"{row.sent / 1e6:.1f}"
+    sent = "rows" if row.sent is None else bytes_text(row.sent)
     return sent, f"{row.messages} {', '.join(row.topologies)}"
 
 
 def gain_remarks(result: GainResult) -> Iterator[str]:
     """Lines below the table."""
-    yield f"AutoSync, without trials: {result.reason}"
-    yield "AutoSync chooses before a job knows its computation and touched rows; the table counts both"
-    yield "speedup: step time of the best DDP divided by this step time; MB sent: mean of the ranks, in a step"
+    yield f"AutoSync: the plan by which a job begins, without trials: {result.reason}"
+    tables = any(row.kind != "bound" and row.messages and row.sent is None for row in result.rows)
+    if result.computes:
+        yield (
+            "a job does not know its computation before its first step, so it compares times of the synchronization "
+            f"alone{', with all rows of embeddings' if tables else ''}; the table compares whole steps"
+            f"{', with the touched rows' if tables else ''}"
+        )
+    yield "speedup: step time of the best DDP divided by this step time; sent: mean of the ranks, in a step"
     if not result.computes:
         yield "the times of forward and backward are unknown and count as 0, so these are times of synchronization"
-    if any(row.kind != "bound" and row.messages and row.sent is None for row in result.rows):
+    if tables:
         yield "rows: only touched rows of embeddings travel; DDP sends whole tables, unless modules have sparse=True"
     yield "overlap: for models on CPUs; its prediction has not been compared with measurements"
     if result.of("shares"):

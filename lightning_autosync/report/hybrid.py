@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import as_yaml, counted, write_text
+from lightning_autosync.documents import as_yaml, bytes_text, counted, write_text
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.report.figures.hybrid import mesh_picture, predictions_picture
@@ -76,8 +76,8 @@ def _final_rows(result: HybridTuningResult) -> list[dict[str, str]]:
                 "kind": contender.kind,
                 "seconds": milliseconds(contender.median),
                 "speedup": "" if speedup is None else f"{speedup.median:.2f} ({speedup.low:.2f} to {speedup.high:.2f})",
-                "sent": _megabytes(sent[name]),
-                "predicted": _megabytes(predicted.get(name)),
+                "sent": _size(sent[name]),
+                "predicted": _size(predicted.get(name)),
             }
         )
     return rows
@@ -90,20 +90,20 @@ def _trial_row(trial: HybridTrial) -> dict[str, str]:
         "state": trial.state + (f": {trial.why}" if trial.why else ""),
         "seconds": "" if trial.seconds is None else milliseconds(trial.seconds),
         "predicted": "" if trial.predicted is None else milliseconds(trial.predicted),
-        "memory": _megabytes(trial.memory),
+        "memory": _size(trial.memory),
         "deviation": "" if trial.deviation is None else f"{trial.deviation:.1e}",
     }
 
 
-def _megabytes(size: float | None) -> str:
-    return "" if size is None else f"{size / 1e6:.2f}"
+def _size(size: float | None) -> str:
+    return "" if size is None else bytes_text(size)
 
 
 def _facts(result: HybridTuningResult, cluster: ClusterSpec) -> dict[str, str]:
     limit = result.settings.get("parallel", {}).get("memory")
     return {
         "ranks": f"{cluster.world_size} on {counted(len(cluster.nodes), 'node')}",
-        "parameters": f"{result.weight_bytes / 1e6:.1f} MB",
+        "parameters": bytes_text(result.weight_bytes),
         "search by prediction": f"{result.search_seconds:.2f} s",
-        "memory of a rank": "any" if limit is None else f"{limit / 1e6:.0f} MB at most",
+        "memory of a rank": "any" if limit is None else f"{bytes_text(limit)} at most",
     }

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Result, seconds_text
+from lightning_autosync.documents import Result, bytes_text, seconds_text
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.cost import (
     BACKWARD,
@@ -65,8 +65,8 @@ class HybridPredictionResult(Result):
         needed = self.memory["state"] + self.memory["step"]
         return {
             "step": seconds_text(self.step_seconds),
-            "MB sent": f"{self.bytes / 1e6:.3f}",
-            "MB needed": f"{needed / 1e6:.1f}",
+            "sent": bytes_text(self.bytes),
+            "memory": bytes_text(needed),
         }
 
 
@@ -90,8 +90,8 @@ def predict_hybrid(
     found = predict(plan, graph, cluster, rates, Settings(slots=slots))
     _result(plan, found).write(directory)
     mesh_picture(plan, cluster).figure.savefig(directory / "mesh.svg")
-    lines = [f"a step takes {milliseconds(found.step_seconds)}; a rank sends {found.bytes / 1e6:.3f} MB and needs "]
-    lines[0] += f"{found.memory / 1e6:.1f} MB"
+    lines = [f"a step takes {milliseconds(found.step_seconds)}; a rank sends {bytes_text(found.bytes)} and needs "]
+    lines[0] += bytes_text(found.memory)
     lines += [f"  {name}: {milliseconds(found.costs[place])}" for name, place in _PARTS.items() if found.costs[place]]
     return "\n".join([*graph.notes, *lines, _traffic(found), plan.describe(_WIDTH)])
 
@@ -100,10 +100,10 @@ def _traffic(found: HybridPrediction) -> str:
     table = Table(title="bytes that each rank sends in a step", title_justify="left", header_style="bold")
     for heading in ("pass", "along dimensions", "collective"):
         table.add_column(heading)
-    table.add_column("MB", justify="right")
+    table.add_column("sent", justify="right")
     for part in found.sent:
         places = ", ".join(map(str, part.dimensions))
-        table.add_row(part.phase, places, part.collective, f"{part.bytes / 1e6:.3f}")
+        table.add_row(part.phase, places, part.collective, bytes_text(part.bytes))
     text = StringIO()
     Console(file=text, width=_WIDTH, force_terminal=False).print(table)
     return text.getvalue()

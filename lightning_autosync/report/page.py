@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.documents import Record, checked, counted, write_text
+from lightning_autosync.documents import Record, bytes_text, checked, counted, write_text
 from lightning_autosync.errors import PlanError
 from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.replay import Constants, Timeline
@@ -153,7 +153,7 @@ def _facts(run: TuningRun) -> dict[str, str]:
     workload, cluster, timing = run.workload, run.cluster, run.result.timing
     parameters, nodes = counted(len(workload.variables), "parameter"), counted(len(cluster.nodes), "node")
     facts = {
-        "model": f"{workload.name}: {parameters}, {workload.bytes / 1e6:.1f} MB of gradients",
+        "model": f"{workload.name}: {parameters}, {bytes_text(workload.bytes)} of gradients",
         "compute": f"forward {milliseconds(workload.forward_time)}, backward {milliseconds(workload.backward_time)}",
         "cluster": f"{cluster.name}: {cluster.world_size} ranks on {nodes}{_rates(run)}",
         "semantics": run.result.semantics,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import bytes_text
 from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
 from lightning_autosync.replay import Constants, Prediction, Replay
 from lightning_autosync.report.figures.cluster import Traffic
@@ -57,7 +58,7 @@ def message_rows(view: PlanView) -> Iterator[dict[str, Any]]:
         yield {
             "name": group.name,
             "variables": group.variables,
-            "megabytes": sum(view.workload.variable(name).bytes for name in group.variables) / 1e6,
+            "size": bytes_text(sum(view.workload.variable(name).bytes for name in group.variables)),
             "method": method_of(group),
             "shards": group.shards,
             "reducers": _who(shares),

@@ -101,7 +101,9 @@ def _search(run: TuningRun) -> Iterator[str]:
     states = [trial.state for trial in run.trials]
     pruned, failed = states.count("pruned"), states.count("failed")
     tried = counted(len(states), "plan")
-    yield f"The search tried {tried}; {pruned} were stopped early as clear losers and {failed} failed."
+    yield f"The run tried {tried}; {pruned} were stopped early as clear losers and {failed} failed."
+    if why := run.result.unsearched:
+        yield f"{why[0].upper()}{why[1:]}."
     if run.hit_rate is not None:
         hits = sum(run.hit(trial) for trial in run.proposals)
         yield f"Of {len(run.proposals)} proposals of the sampler {hits} ({run.hit_rate:.0%}) beat the best builder."

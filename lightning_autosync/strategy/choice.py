@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lightning_autosync.cluster import ClusterSpec, ring_time
+from lightning_autosync.documents import seconds_text
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method, native_sizes
 from lightning_autosync.plan.builders.rows import place_rows, serve_rows
@@ -61,10 +62,7 @@ def choose_plan(
     if not cluster.measured:
         return fused, f"fused native all-reduce, because the link rates of cluster '{cluster.name}' are unknown"
     native, linked = plans_by_formula(workload, cluster, bucket_bytes)
-    times = (
-        f"predicted for cluster '{cluster.name}': {linked.seconds:.3g} s to synchronize a step, and "
-        f"{native.seconds:.3g} s with a native all-reduce"
-    )
+    times = f"predicted for cluster '{cluster.name}': {synchronization_times(linked.seconds, native.seconds)}"
     if any(variable.kind != "dense" for variable in workload.variables):
         times += "; touched rows of embeddings are sent in addition"
     if native.seconds <= LEAST_GAIN * linked.seconds:
@@ -74,6 +72,14 @@ def choose_plan(
             f"{times}",
         )
     return linked.plan, f"{linked.name}, {times}"
+
+
+def synchronization_times(seconds: float, native: float) -> str:
+    """Seconds of a plan beside those of a native all-reduce, in words that tell them from the time of a step."""
+    return (
+        f"synchronization alone, without computation, takes {seconds_text(seconds)}, and {seconds_text(native)} with a "
+        "native all-reduce"
+    )
 
 
 class FormulaPlan(NamedTuple):

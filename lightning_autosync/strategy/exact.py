@@ -132,7 +132,8 @@ class ExactReplica(Replica):
 
     def report(self) -> TuningReport:
         """What was chosen and tried so far, and why."""
-        return self._tuning.report()
+        report, shares = self._tuning.report(), self._shares
+        return report if shares is None else replace(report, batch_shares=tuple(shares.history))
 
     def measure_steps(self) -> bool:
         # On an accelerator, the host only issues the work, so its clock does not tell when a pass or a message ended.

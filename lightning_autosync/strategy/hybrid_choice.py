@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_autosync.cluster import ClusterSpec, pack_trees, ring_time
+from lightning_autosync.documents import bytes_text
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import AutoSyncError, PlanError
 from lightning_autosync.hybrid import HybridPlan
@@ -99,7 +100,8 @@ def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, n
     fits = memory is None or needs <= memory
     if memory is not None and best.memory > memory:
         raise PlanError(
-            f"memory: no plan fits into {_size(memory)} on each rank; the smallest plan needs {_size(best.memory)}"
+            f"memory: no plan fits into {bytes_text(memory)} on each rank; the smallest plan needs "
+            f"{bytes_text(best.memory)}"
         )
     plain_seconds = _data_parallel_seconds(plain, cluster)
     split = tuple(
@@ -112,8 +114,8 @@ def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, n
         reason = f"no split of operators is more than 5% faster: the best plan takes {times}"
         return Choice((), reason, fits, notes, needs)
     if not fits:
-        lack = f"data parallelism needs {_size(needs)} on each rank, but {_size(memory or 0.0)} are allowed"
-        return Choice(split, f"{lack}; this plan needs {_size(best.memory)} and takes {times}", fits, notes, needs)
+        lack = f"data parallelism needs {bytes_text(needs)} on each rank, but {bytes_text(memory or 0.0)} are allowed"
+        return Choice(split, f"{lack}; this plan needs {bytes_text(best.memory)} and takes {times}", fits, notes, needs)
     return Choice(split, f"it takes {times}", fits, notes, needs)
 
 
@@ -125,7 +127,3 @@ def _data_parallel_seconds(plain: Candidate, cluster: ClusterSpec) -> float:
     best = min(ring, shards_time(cluster, 1.0), 1.0 / pack_trees(cluster).rate)
     backward, summing = float(plain.costs[BACKWARD]), float(plain.costs[SYNCHRONIZATION])
     return plain.step_seconds - max(backward, summing) + max(backward, summing * best / ring)
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 5e8 else f"{count / 1e6:.3g} MB"

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autosync.engine import Engine
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.engine.failure_detector import FailureDetector
-from lightning_autosync.plan import Schedule, Semantics, SyncPlan
+from lightning_autosync.plan import Semantics
 from lightning_autosync.ports import PortRange, listening_within
 from lightning_autosync.strategy.agreement import checked_formation, compare_ranks
 from lightning_autosync.strategy.base import Replica, SynchronizedModule, accumulation
@@ -25,6 +24,7 @@ from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.overlap import reading_past_failures
 from lightning_autosync.strategy.process_group import begin_alone
+from lightning_autosync.strategy.resolution import check_size
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
@@ -36,6 +36,7 @@ from lightning_autosync.strategy.settings import (
     StartMethod,
     StrategySettings,
     Timeout,
+    is_launched,
     names_class,
     read_settings,
 )
@@ -47,16 +48,16 @@ from lightning_autosync.strategy.trainer import (
     EndOfTraining,
     ErrorReport,
     check_one_loader,
+    given_loader,
     handle_sigterm_locally,
     put_first,
     skip_signal_broadcast,
 )
-from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
-from lightning_autosync.strategy.tuning.step_meter import StepFigures
+from lightning_autosync.strategy.views import ReplicaViews
 
 
-class AutoSyncMixin(CollectiveCalls):
+class AutoSyncMixin(ReplicaViews, CollectiveCalls):
     """Data-parallel training like ``DDPStrategy``, but a plan says how gradients are synchronized.
 
     The model is not wrapped in ``DistributedDataParallel``::
@@ -173,44 +174,14 @@ class AutoSyncMixin(CollectiveCalls):
         self._shares: BatchShares | None = None
         self._ports = ExitStack()
 
-    @property
-    def plan(self) -> SyncPlan | None:
-        """The plan in use; None before training is set up."""
-        return self._replica.plan if self._replica is not None else None
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The compiled plan; None before training is set up."""
-        return self._replica.schedule if self._replica is not None else None
-
-    @property
-    def engine(self) -> Engine | None:
-        """The running engine; None before training is set up and after it is torn down."""
-        return self._replica.engine if self._replica is not None else None
-
-    def report(self) -> TuningReport | None:
-        """How gradients are synchronized, why, and which plans were tried; None if replicas are not synchronous."""
-        return self._replica.report() if isinstance(self._replica, ExactReplica) else None
-
-    def settle(self) -> None:
-        """Complete the parameters whose last step is still due with ``overlap="step"``; not collective.
-
-        Readers of parameters do this by themselves, except those that docs/overlap.md lists: ``torch.func``, code in
-        C++, and aliases of weights and gradients that were made in an earlier step.
-
-        Raises:
-            ExchangeError: a peer was lost or did not answer in time.
-        """
-        if self._replica is not None:
-            self._replica.settle()
-
-    def measure_steps(self) -> bool:
-        """Record what synchronized steps take on this rank from now on; see `Replica.measure_steps`."""
-        return self._replica is not None and self._replica.measure_steps()
-
-    def step_figures(self) -> StepFigures | None:
-        """What the synchronized steps since the last call took and sent; see `Replica.step_figures`."""
-        return None if self._replica is None else self._replica.step_figures()
+    def _configure_launcher(self) -> None:
+        # Before this process launches the other ranks, so that one process says it. Ranks that are launched otherwise
+        # check it together at setup.
+        assert self.cluster_environment is not None
+        launches_all = self.num_nodes == 1 and not self.cluster_environment.creates_processes_externally
+        if self._settings.cluster is not None and launches_all and not is_launched():
+            check_size(self._settings.cluster, self.num_nodes, self.num_processes)
+        super()._configure_launcher()
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
@@ -229,6 +200,8 @@ class AutoSyncMixin(CollectiveCalls):
             super().setup_environment()
             self._failure_detector = compare_ranks(self._settings)
         self._shares = open_shares(self._settings, self.global_rank, self.world_size, self.root_device)
+        if self._shares is not None and self._trainer.training:
+            self._shares.check_loader(given_loader(self._trainer))
 
     def setup(self, trainer: Any) -> None:
         self.prepare_trainer(trainer)

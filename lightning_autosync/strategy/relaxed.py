@@ -13,6 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_autosync.documents import bytes_text
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
 from lightning_autosync.engine.replicas import ParameterTracker
 from lightning_autosync.errors import ExchangeError, PlanError
@@ -132,7 +133,7 @@ class RelaxedReplica(Replica):
         self._meter: RelaxedMeter | None = None
         rank_zero_info(
             f"AutoSync: plan {found.plan.fingerprint} ({self._mode}, {size} ranks, "
-            f"{found.workload.bytes / 1e6:.3g} MB): {found.reason}"
+            f"{bytes_text(found.workload.bytes)}): {found.reason}"
         )
 
     @classmethod

@@ -185,13 +185,27 @@ def _check_memory(module: nn.Module) -> None:
 def _cluster(settings: StrategySettings, nodes: int, devices: int) -> ClusterSpec:
     if settings.cluster is None:
         return ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
-    if settings.cluster.world_size != nodes * devices:
+    check_size(settings.cluster, nodes, devices)
+    return settings.cluster
+
+
+def check_size(cluster: ClusterSpec, nodes: int, devices: int) -> None:
+    """Refuse a cluster of another size than the job.
+
+    Args:
+        cluster: the cluster that the user gave.
+        nodes: number of nodes in the job.
+        devices: number of ranks per node.
+
+    Raises:
+        ClusterError: it has another number of ranks.
+    """
+    if cluster.world_size != nodes * devices:
         raise ClusterError(
-            f"cluster '{settings.cluster.name}': it has {settings.cluster.world_size} ranks, but the job has "
+            f"cluster '{cluster.name}': it has {cluster.world_size} ranks, but the job has "
             f"{nodes * devices} ({counted(nodes, 'node')} x {counted(devices, 'device')}); change num_nodes and "
             "devices of the Trainer, or the cluster; without one, the job measures its links"
         )
-    return settings.cluster
 
 
 def _make_plan(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal, ParamSpec
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
-from lightning_autosync.documents import is_path
+from lightning_autosync.documents import did_you_mean, is_path
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
@@ -151,8 +151,8 @@ def names_class(constructor: Callable[_Arguments, None]) -> Callable[_Arguments,
         except TypeError as error:
             known = list(signature.parameters)[1:]
             unknown = next((name for name in kwargs if name not in known), "")
-            near = get_close_matches(unknown, known, 1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            near = did_you_mean(unknown, known)
+            hint = f"; {near}" if near else ""
             raise TypeError(f"{type(args[0]).__name__}: {error}{hint}") from None
         constructor(*args, **kwargs)
 
@@ -178,7 +178,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     try:
         settings = _read_files(settings, arguments["plan"], arguments["cluster"])
     except DocumentError as error:
-        if not _is_launched():
+        if not is_launched():
             raise
         return replace(settings, error=error), launch
     _check_combination(settings, {name for name, value in arguments.items() if value is not None})
@@ -238,13 +238,26 @@ def _read_files(
     settings: StrategySettings, plan: PlanArgument | PlanOfFile, cluster: ClusterArgument
 ) -> StrategySettings:
     """The settings with the plan and the cluster, which files may hold; a builder stays a name."""
-    found, source = _read_plan(plan)
+    with _naming("plan"):
+        found, source = _read_plan(plan)
     if isinstance(found, SyncPlan):
         check_semantics(found.semantics, settings.semantics, source)
     elif found in builders.relaxed_names():
         check_semantics("relaxed", settings.semantics, source)
-    where = None if cluster in (None, "auto") else resolve_cluster(cluster)
+    with _naming("cluster"):
+        where = None if cluster in (None, "auto") else resolve_cluster(cluster)
     return replace(settings, plan=found, source=source, cluster=where)
+
+
+@contextmanager
+def _naming(argument: str) -> Iterator[None]:
+    """A context whose errors of files begin with the name of the argument that names the file."""
+    try:
+        yield
+    except DocumentError as error:
+        if str(error).startswith(f"{argument}: "):
+            raise
+        raise type(error)(f"{argument}: {error}") from None
 
 
 def _check_combination(settings: StrategySettings, given: Collection[str]) -> None:
@@ -334,6 +347,6 @@ def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int |
     return max(1, int(megabytes * MIB))
 
 
-def _is_launched() -> bool:
+def is_launched() -> bool:
     """Whether this process looks like one rank of a launched job."""
     return any(name in os.environ for name in _RANK_VARIABLES)

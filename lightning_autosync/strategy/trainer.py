@@ -199,6 +199,11 @@ def check_shared_epoch(trainer: Any) -> None:
         )
 
 
+def given_loader(trainer: Any) -> object:
+    """What the user gave to ``fit``: the loader, or the module whose hook makes it later."""
+    return trainer.fit_loop._data_source.instance
+
+
 def check_one_loader(trainer: Any) -> None:
     """Refuse several loaders, whose samples would be dealt out as if they belonged to one.
 

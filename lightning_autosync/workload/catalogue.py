@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning_autosync.documents import did_you_mean
 from lightning_autosync.errors import WorkloadError
 from lightning_autosync.workload import models
 from lightning_autosync.workload.layers import LayerTrace
@@ -74,7 +75,10 @@ def _model(name: str) -> Callable[..., LayerTrace]:
     try:
         return _MODELS[name]
     except KeyError:
-        raise WorkloadError(f"no model '{name}' in the catalogue; it has {', '.join(_MODELS)}") from None
+        near = did_you_mean(name, _MODELS)
+        raise WorkloadError(
+            f"no model '{name}' in the catalogue; {near and f'{near} '}it has {', '.join(_MODELS)}"
+        ) from None
 
 
 def _checked(model: str, key: str, value: Any, defaults: Mapping[str, Any]) -> Any:

@@ -83,6 +83,7 @@ def bytes_of(folder: str, builder: str) -> dict[str, Any]:
 WATCHED: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": "step", "plan": "ps", "cluster": PAIR, "check_replicas": 0},
     "shares": {"batch_shares": [3, 1], "plan": "all_reduce", "cluster": PAIR},
+    "one machine": {},
     "partial_reduce": {"plan": "partial_reduce", "semantics": "relaxed"},
     "asynchronous": {"plan": "asynchronous", "semantics": "relaxed"},
 }
@@ -94,7 +95,7 @@ def watched(folder: str, kind: str) -> dict[str, Any]:
     rows = _fit(strategy, folder, model="Wide")
     report = strategy.report()
     page = Path(folder) / f"{dist.get_rank()}.html"
-    if kind == "overlap" and report is not None and dist.get_rank() == 0:
+    if report is not None and dist.get_rank() == 0:
         report.save(page)
     assert strategy.plan is not None
     names = Path(folder) / "job" / "version_0" / "hparams.yaml"
@@ -102,6 +103,7 @@ def watched(folder: str, kind: str) -> dict[str, Any]:
         "rows": rows,
         "plan": strategy.plan.fingerprint,
         "page": page.read_text() if page.exists() else "",
+        "report": str(report),
         "hyperparameters": yaml.safe_load(names.read_text()) if dist.get_rank() == 0 else {},
     }
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_autosync import AutoSyncFabricStrategy, ClusterSpec, GlobalBatches, GlobalStream
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, ClusterSpec, GlobalBatches, GlobalStream
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import OWN_GROUP, gather_json
 from lightning_autosync.errors import PlanError
@@ -130,6 +130,7 @@ def fit(
     framework: str = "lightning.pytorch",
     strategy: Any = None,
     ckpt_path: str | None = None,
+    loader: Any = None,
     **arguments: Any,
 ) -> Any:
     """The trainer after training with unequal shares."""
@@ -141,7 +142,7 @@ def fit(
     environment = import_module(f"{environments}.plugins.environments").TorchElasticEnvironment()
     options = {"devices": dist.get_world_size(), "plugins": [environment], **QUIET, **arguments}
     trainer = import_module(framework).Trainer(accelerator="cpu", strategy=strategy, **options)
-    trainer.fit(module, ckpt_path=ckpt_path)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -334,7 +335,22 @@ def micro_batches_follow_speed() -> dict[str, Any]:
     module.on_train_batch_end = lambda *_: made.append(module.trainer.strategy._shares.cut.samples)
     with mock.patch.object(auto, "now", clock):
         fit(module, max_epochs=1, strategy={"batch_shares": "auto", "micro_batch": 2})
-    return {"samples": gather_json(made)[-1], "lost": gathered(module, 1) != [list(range(16 * 30))]}
+    return {
+        "samples": gather_json(made)[-1],
+        "lost": gathered(module, 1) != [list(range(16 * 30))],
+        "shares": module.trainer.strategy.report().to_dict()["batch_shares"],
+        "report": str(module.trainer.strategy.report()),
+    }
+
+
+def micro_batch_that_does_not_divide() -> dict[str, Any]:
+    """The error for a loader that is given to ``fit``, and whether a plan was chosen before it."""
+    strategy = AutoSyncStrategy(batch_shares="auto", micro_batch=3)
+    try:
+        fit(make_module(), strategy=strategy, loader=DataLoader(Numbered(), BATCH), max_epochs=1)
+    except PlanError as error:
+        return {"error": str(error), "chosen": strategy.plan is not None}
+    return {}
 
 
 def batch_samplers_of_different_lengths() -> str:

@@ -104,6 +104,19 @@ def test_shares_of_micro_batches_follow_speed(quartet) -> None:
         assert found["samples"][0] == 4
         assert set(found["samples"][20:]) == {2}
         assert not found["lost"]
+        first, *changes = found["shares"]
+        why = "equal until times are known"
+        assert first == {"data_pass": 1, "batch": 0, "shares": [0.25] * 4, "why": why}
+        assert f"batch shares at first: 25.0%, 25.0%, 25.0%, 25.0% for ranks 0 to 3 ({why})" in found["report"]
+        assert changes[-1]["shares"][-1] == 2 / 16
+        assert all(sum(each["shares"]) == pytest.approx(1) and 0 < each["batch"] < 20 for each in changes)
+        assert f"batch shares from batch {changes[0]['batch']} of pass 1 over the data on: " in found["report"]
+
+
+def test_a_micro_batch_that_does_not_divide_the_batch_is_refused_before_a_plan_is_chosen(quartet) -> None:
+    for found in quartet.run(share_jobs.micro_batch_that_does_not_divide):
+        assert found["error"].startswith("micro_batch: 3 does not divide 16, the number of samples in a global batch ")
+        assert not found["chosen"]
 
 
 @pytest.mark.parametrize(("direct", "what"), [(True, "an operation of torch.distributed"), (False, "all_gather")])

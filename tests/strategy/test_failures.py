@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 
 import jobs
+import lightning as L
 import pytest
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, SyncPlan
@@ -44,7 +45,10 @@ def not_launched(monkeypatch) -> None:
         ({"semantics": "loose"}, ValueError, "'exact' or 'compressed' or 'relaxed'"),
         ({"scheduling": "fifo"}, ValueError, "'batch'"),
         ({"plan": "all_reduced"}, PlanError, "all_reduced.*builders are"),
-        ({"plan": "missing.yaml"}, PlanError, "missing.yaml.*cannot be read"),
+        ({"plan": "missing.yaml"}, PlanError, r"^plan: missing\.yaml: cannot be read"),
+        ({"plan": "packed_tree"}, PlanError, "did you mean 'packed_trees'"),
+        ({"cluster": "missing.yaml"}, ClusterError, r"^cluster: missing\.yaml: cannot be read"),
+        ({"cluster": "two_rack"}, ClusterError, "did you mean 'two_racks_"),
         ({"plan": 3}, PlanError, "expected a SyncPlan"),
         ({"cluster": "atlantis"}, ClusterError, "atlantis"),
         ({"bucket_size": 3}, TypeError, "bucket_size"),
@@ -62,8 +66,15 @@ def test_wrong_arguments_fail_before_anything_is_launched(arguments, error, word
 def test_a_malformed_file_fails_in_the_constructor(tmp_path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("format: autosync-plan/1\nworld_size: 2\n")
-    with pytest.raises(PlanError, match=r"plan\.yaml: groups: missing"):
+    with pytest.raises(PlanError, match=r"^plan: .*plan\.yaml: groups: missing"):
         AutoSyncStrategy(plan=path)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_cluster_of_another_size_is_refused_before_processes_are_launched(devices: int) -> None:
+    cluster = ClusterSpec.uniform(3)
+    with pytest.raises(ClusterError, match=rf"cluster 'uniform': it has 3 ranks, but the job has {devices} \(1 node"):
+        L.Trainer(strategy=AutoSyncStrategy(cluster=cluster), accelerator="cpu", devices=devices, logger=False)
 
 
 def test_semantics_above_the_allowed_fail_in_the_constructor(tmp_path) -> None:

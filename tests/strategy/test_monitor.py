@@ -91,8 +91,25 @@ def test_with_overlap_waits_and_what_was_hidden_are_those_of_the_next_forward_pa
 
 
 def test_with_batch_shares_the_share_of_the_rank_is_logged(duo: Any, tmp_path: Any) -> None:
-    rows, _ = watched(duo, tmp_path, "shares")
+    rows, found = watched(duo, tmp_path, "shares")
     assert {row["autosync/batch_share"] for row in rows} == {0.75}
+    assert "\nbatch shares at first: 75.0%, 25.0% for ranks 0 to 1 (given)\n" in found["report"]
+    assert '<td class="number">75.0%</td><td class="number">25.0%</td><td>given</td>' in found["page"]
+
+
+def test_the_page_of_a_job_on_one_machine_has_no_empty_parts(duo: Any, tmp_path: Any) -> None:
+    _, found = watched(duo, tmp_path, "one machine")
+    assert found["page"].count("no other plan is tried") == 1
+    assert found["report"].endswith("\ntuning: no other plan is tried")
+    for empty in (
+        "No picture of the links",
+        "rates of the links are unknown",
+        'id="trials"',
+        'id="cluster"',
+        'id="shares"',
+    ):
+        assert empty not in found["page"]
+    assert '<figure id="steps">' in found["page"]
 
 
 @pytest.mark.parametrize("kind", sweep(["partial_reduce", "asynchronous"], ["partial_reduce"]))

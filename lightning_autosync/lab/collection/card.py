@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.documents import write_text
+from lightning_autosync.documents import bytes_text, write_text
 from lightning_autosync.learned.dataset import COLUMNS, Dataset
 from lightning_autosync.workload import Workload, catalogue
 
@@ -33,7 +33,7 @@ Before each batch of plans the reference plan is measured again, which shows whe
 
 _LIMITS = """\
 ## Limits
-Models are small: {least:.2f} to {most:.2f} MB of gradients. Widths are scaled, and dense parameters with less than a
+Models are small: {least} to {most} of gradients. Widths are scaled, and dense parameters with less than a
 given share of a model's bytes are left out (`lightest` of `autosync collect`). {compression} a message.
 Counted steps of a sample: {steps}.
 
@@ -76,7 +76,7 @@ def _schema() -> str:
 
 def _limits(frame: Any, workloads: Sequence[Workload]) -> str:
     """Sizes of the workloads beside those of the models whose names they have; steps and compression of the samples."""
-    sizes = [workload.bytes / 1e6 for workload in workloads]
+    sizes = [workload.bytes for workload in workloads]
     steps = frame["steps"].map(len).value_counts().sort_index()
     compressed = int(frame["plan"].str.contains(_COMPRESSED).sum())
     rows = [
@@ -84,12 +84,12 @@ def _limits(frame: Any, workloads: Sequence[Workload]) -> str:
         for workload in sorted(workloads, key=lambda workload: workload.name)
     ]
     told = _LIMITS.format(
-        least=min(sizes),
-        most=max(sizes),
+        least=bytes_text(min(sizes)),
+        most=bytes_text(max(sizes)),
         steps=", ".join(f"{number} ({samples} samples)" for number, samples in steps.items()),
         compression=f"{compressed} plans compress" if compressed else "No plan compresses",
     )
-    return told + _table(("workload", "MB", "parameters", "MB of the model", "parameters of the model"), rows)
+    return told + _table(("workload", "size", "parameters", "size of the model", "parameters of the model"), rows)
 
 
 def _size_of_whole(name: str) -> tuple[str, str]:
@@ -99,7 +99,7 @@ def _size_of_whole(name: str) -> tuple[str, str]:
 
 
 def _size(workload: Workload) -> tuple[str, str]:
-    return f"{workload.bytes / 1e6:.2f}", str(len(workload.variables))
+    return bytes_text(workload.bytes), str(len(workload.variables))
 
 
 def _counts(frame: Any) -> str:

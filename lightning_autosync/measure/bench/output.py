@@ -8,6 +8,7 @@ from typing import get_args
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from lightning_autosync.documents import bytes_text
 from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.settings import Exactness
 from lightning_autosync.measure.conditions import BUSY_CORES
@@ -24,9 +25,7 @@ def result_table(result: BenchResult) -> Table:
     mixed, bounded = len(set(result.classes.values())) > 1, result.bound is not None
     names = ("contender", "class") if mixed else ("contender",)
     share = ("of bound",) if bounded else ()
-    table = numbers_table(
-        title(result), names, ("median ms", "min .. max", "speedup", "95% interval", *share, "MB sent")
-    )
+    table = numbers_table(title(result), names, ("median ms", "min .. max", "speedup", "95% interval", *share, "sent"))
     for name in by_class(result):
         style = "bold" if name == result.best_ddp else None
         table.add_row(*_cells(result, name, mixed, bounded), style=style)
@@ -47,9 +46,7 @@ def title(result: BenchResult) -> str:
     elif settings.launch.kind == "local" and len(result.conditions["machines"]) == 1:
         links = "loopback"
     compute = ", paced compute" if result.paced else ""
-    return (
-        f"{settings.model.title} ({result.workload.bytes / 1e6:.1f} MB){compute}, {cluster.world_size} ranks, {links}"
-    )
+    return f"{settings.model.title} ({bytes_text(result.workload.bytes)}){compute}, {cluster.world_size} ranks, {links}"
 
 
 def ddp_legend(result: BenchResult) -> list[str]:
@@ -74,7 +71,7 @@ def remarks(result: BenchResult) -> list[str]:
         f"{conditions.get('scheduling_policy', 'default policy')}, "
         f"TCP {conditions.get('tcp_congestion_control', 'unknown')}, "
         f"load average {load:.1f} before, {conditions['cores']} cores: rank 0's machine, {conditions['machine']}",
-        f"MB sent, per step and rank: {conditions['bytes_counted']}",
+        f"sent, per step and rank: {conditions['bytes_counted']}",
     ]
     if (result.foreign_cores or 0.0) > BUSY_CORES:
         lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy: repeat this on an idle machine")
@@ -121,7 +118,7 @@ def _cells(result: BenchResult, name: str, mixed: bool, bounded: bool) -> list[s
         share = result.bound_share(name)
         cells.append("" if share is None else f"{share:.1%}")
     sent = measurement.bytes_per_step
-    return [*cells, "?" if sent is None else f"{sent / 1e6:.3f}"]
+    return [*cells, "?" if sent is None else bytes_text(sent)]
 
 
 DDP_COLOUR, BEST_COLOUR, PLAN_COLOUR = "#b8bec8", "#5d6675", "#2a7fb8"

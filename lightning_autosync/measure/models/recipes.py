@@ -259,7 +259,7 @@ class Paced(Model):
         return self.name or self.described().name
 
     def workload(self, embeddings: Embeddings) -> Workload:
-        workload = self.described()
+        workload = self.described().model_copy(update={"name": self.title})
         tables = {variable.name for variable in workload.variables if variable.kind != "dense"}
         kinds: dict[Embeddings, Kind] = {"dense": "dense", "sparse": "sparse", "rows": "row_sparse"}
         return with_kind(workload, tables, kinds[embeddings])

@@ -16,7 +16,7 @@ import numpy
 from pydantic import ValidationError, create_model
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.documents import Record, describe_validation_error, did_you_mean
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.plugins import import_entry_points, mismatch
 from lightning_autosync.plan.spec import SyncPlan, TopologyName
@@ -99,8 +99,10 @@ def find(name: str) -> Callable[..., SyncPlan]:
     _load()
     known = _registered | _relaxed
     if name not in known:
+        near = did_you_mean(name, known)
         raise PlanError(
-            f"plan: '{name}' is neither a file (.yaml, .yml, .json) nor a builder; the builders are {', '.join(known)}"
+            f"plan: '{name}' is neither a file (.yaml, .yml, .json) nor a builder; {near and f'{near} '}"
+            f"the builders are {', '.join(known)}"
         )
     return known[name]
 

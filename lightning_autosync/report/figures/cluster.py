@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_autosync.cluster import ClusterSpec, Link
+from lightning_autosync.documents import bytes_text
 from lightning_autosync.report.figures.picture import BLUE, GREY, INK, PAPER, RED, Picture, new_figure, styled
 from lightning_autosync.report.rendering import rate_text
 
@@ -34,8 +35,7 @@ class Traffic:
     def label(self, source: str, target: str, rate: float) -> str:
         """``12.3 MB, 95%``: bytes on the wire in a step, and the busy share."""
         share = self.busy.get(f"{source} > {target}", 0.0)
-        amount = share * rate * self.step_time / 1e6
-        return f"{amount:.3g} MB, {share:.0%}"
+        return f"{bytes_text(share * rate * self.step_time)}, {share:.0%}"
 
     def width(self, source: str, target: str) -> float:
         """Width of the link's line in points."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from lightning_autosync.documents import counted, short_labels
+from lightning_autosync.documents import bytes_text, counted, short_labels
 from lightning_autosync.plan import (
     AllToAll,
     Group,
@@ -107,7 +107,7 @@ def _draw_messages(axes: Axes, plan: SyncPlan, workload: Workload, shown: Sequen
         )
         bars.set_label(_first(method_of(group), plan, shown, index))
         tooltips[f"message-{index}"] = [
-            f"{name}, {workload.variable(name).bytes / 1e6:.3f} MB, in {group.name}: {method_of(group)}"
+            f"{name}, {bytes_text(workload.variable(name).bytes)}, in {group.name}: {method_of(group)}"
             for name in group.variables
         ]
     axes.set_yticks(range(len(shown)), short_labels([plan.groups[index].name for index in shown], MOST_CHARACTERS))

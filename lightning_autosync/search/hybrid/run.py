@@ -18,7 +18,7 @@ import torch
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from lightning_autosync.documents import checked, digest, parse_json, seconds_text
+from lightning_autosync.documents import bytes_text, checked, digest, parse_json, seconds_text
 from lightning_autosync.errors import DocumentError, PlanError, TuningError
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import Settings as StepSettings
@@ -159,9 +159,9 @@ class HybridTuningRun:
             for place, (name, plan) in enumerate(builder_plans(job).items()):
                 entries.append(_Entry(name, "builder", place, job.plan_order(plan), plan, found.data_parallel))
         else:
-            limit = f"{(chosen.memory or 0.0) / 1e6:.3g} MB"
+            limit = bytes_text(chosen.memory or 0.0)
             if not split:
-                least = f"{found.best.memory / 1e6:.3g} MB"
+                least = bytes_text(found.best.memory)
                 raise PlanError(f"parallel.memory: no plan fits into {limit} per rank; the smallest plan needs {least}")
             _log.info("data parallelism does not fit into %s per rank", limit)
             entries = entries[:1]  # whose gradients the others are compared with

@@ -188,6 +188,16 @@ class TuningResult(Result):
         """
         return None if self.final is None else FinalComparison.read(self.final, RESULT)
 
+    @property
+    def unsearched(self) -> str:
+        """Why plans of builders alone were tried, as a sentence without its full stop; empty if others were, too."""
+        if not self.trials or any(record.origin not in (BASELINE, BUILT) for record in self.trials):
+            return ""
+        told = "only builders' plans were tried, because they come first"
+        if self.interrupted or self.failure is not None:
+            return told
+        return f"{told} and used up search.budget; give a larger one to search for others"
+
     def lines(self) -> Iterator[str]:
         """The result for a terminal."""
         if self.best is None:
@@ -198,8 +208,8 @@ class TuningResult(Result):
                 yield "it was not compared with its opponents side by side; run the same command to resume"
             else:
                 yield from _claims(self.comparison)
-        if self.trials and all(record.origin in (BASELINE, BUILT) for record in self.trials):
-            yield "builders' plans used up search.budget, so no plan was searched; give a larger one"
+        if self.unsearched:
+            yield self.unsearched
         states = [record.state for record in self.trials if not record.interrupted]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("complete", "pruned", "failed"))
         pace, proposals = self.timing.trials_per_minute, self.timing.sampler_seconds_by_proposal

@@ -22,7 +22,7 @@ from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchCutter, BatchShares, PresentBatch
-from lightning_autosync.strategy.shares.cuts import MICRO_BATCH, check_length, divide, divide_batch
+from lightning_autosync.strategy.shares.cuts import MICRO_BATCH, SharesOfRanks, check_length, divide, divide_batch
 from lightning_autosync.strategy.shares.decision import FIRST_PASSES, Balancer, Pass
 from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
@@ -65,6 +65,7 @@ class AutoShares(BatchShares):
 
     def __init__(self, rank: int, ranks: int, device: torch.device, micro_batch: int | None = None) -> None:
         super().__init__((1.0,) * ranks, rank, micro_batch)
+        self.history = [SharesOfRanks.of(1, 0, self.shares, "equal until times are known")]
         self.changes: list[tuple[Position, tuple[int, ...]]] = []
         self._device = device
         self._balancer = Balancer()
@@ -259,6 +260,7 @@ class AutoShares(BatchShares):
         slowest = max(line.each for line in self._balancer.lines)
         speeds = ", ".join(f"{slowest / line.each:.2g}" for line in self._balancer.lines)
         why = "the last change made steps no faster" if taken_back else f"speeds relative to the slowest: {speeds}"
+        self.history.append(SharesOfRanks.of(most, batch, counts, why))
         rank_zero_info(
             f"AutoSync: from batch {batch} of this epoch on, ranks compute {', '.join(map(str, counts))} of "
             f"{sum(counts)} samples ({why})"

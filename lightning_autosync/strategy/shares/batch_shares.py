@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 
 from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import PlanError
-from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT, MICRO_BATCH, Cut, Shares, divide, divide_batch
+from lightning_autosync.strategy.shares.cuts import (
+    LOSS_WEIGHT,
+    MICRO_BATCH,
+    Cut,
+    Shares,
+    SharesOfRanks,
+    divide,
+    divide_batch,
+)
 from lightning_autosync.strategy.shares.loaders import CUTTABLE, global_batches
 from lightning_autosync.strategy.shares.losses import check_loss, loss_weight_of
 from lightning_autosync.strategy.shares.memory import PartialSteps
@@ -58,6 +66,7 @@ class BatchShares:
 
     Attributes:
         shares: the shares of the batches that are cut now.
+        history: all shares so far, for reports.
         rank: this rank.
         unit: parts of full batches are multiples of so many samples.
         present: the present batch.
@@ -69,6 +78,7 @@ class BatchShares:
 
     def __init__(self, shares: Shares, rank: int, micro_batch: int | None = None) -> None:
         self.shares = shares
+        self.history = [SharesOfRanks.of(1, 0, shares, "given")]
         self.rank = rank
         self.unit = micro_batch or 1
         self.present = PresentBatch()
@@ -104,6 +114,15 @@ class BatchShares:
         object.__setattr__(loader, "batch_sampler", sampler)
         self._sampler = sampler
         return sampler
+
+    def check_loader(self, loader: object) -> None:
+        """Refuse a loader whose full batches cannot be cut, before anything is set up.
+
+        Raises:
+            PlanError: see `divide_batch`.
+        """
+        if isinstance(loader, DataLoader) and loader.batch_size is not None:
+            divide_batch(loader.batch_size * len(self.shares), self.shares, self.unit)
 
     def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
         assert loader.batch_size is not None

@@ -41,6 +41,43 @@ class Cut:
         return self.ranks * self.samples / self.total
 
 
+@dataclass(frozen=True)
+class SharesOfRanks:
+    """Shares from a global batch on, for reports.
+
+    Attributes:
+        data_pass: number of the pass over a data loader in this job, from 1.
+        batch: number of the global batch in it, from 0.
+        shares: share of each rank in a global batch; their sum is 1.
+        why: reason for these shares.
+    """
+
+    data_pass: int
+    batch: int
+    shares: Shares
+    why: str
+
+    @classmethod
+    def of(cls, data_pass: int, batch: int, shares: Sequence[float], why: str) -> SharesOfRanks:
+        """The same for shares in any unit."""
+        total = math.fsum(shares)
+        return cls(data_pass, batch, tuple(share / total for share in shares), why)
+
+    @property
+    def place(self) -> str:
+        """Where they begin, in words."""
+        first = (self.data_pass, self.batch) == (1, 0)
+        return "at first" if first else f"from batch {self.batch} of pass {self.data_pass} over the data on"
+
+    @property
+    def texts(self) -> list[str]:
+        """The share of each rank, in percent."""
+        return [f"{share:.1%}" for share in self.shares]
+
+    def __str__(self) -> str:
+        return f"{self.place}: {', '.join(self.texts)} for ranks 0 to {len(self.shares) - 1} ({self.why})"
+
+
 def read_shares(value: Any) -> Shares | Literal["auto"] | None:
     """The value of ``batch_shares``.
 
@@ -113,9 +150,10 @@ def divide_batch(total: int, shares: Sequence[float], unit: int = 1) -> list[int
         PlanError: a rank would get no sample, or ``total`` is not a multiple of ``unit``.
     """
     if total % unit:
+        fits = max(size for size in range(1, unit) if total % size == 0)
         raise PlanError(
-            f"{MICRO_BATCH}: a global batch of {total} samples (batch_size times the number of ranks) is not a "
-            f"multiple of {unit} samples; use a number that divides it"
+            f"{MICRO_BATCH}: {unit} does not divide {total}, the number of samples in a global batch (batch_size times "
+            f"the number of ranks, {len(shares)}); use {fits}, for example, or another batch_size"
         )
     parts = divide(total, shares, unit)
     if 0 in parts:

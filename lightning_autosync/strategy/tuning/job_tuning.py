@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
 
-from lightning_autosync.documents import counted
+from lightning_autosync.documents import bytes_text, counted
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import OWN_GROUP
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
@@ -121,7 +121,7 @@ class JobTuning:
         rank_zero_info(
             f"AutoSync: plan {resolution.plan.fingerprint} ({resolution.plan.semantics}, "
             f"{counted(resolution.plan.world_size, 'rank')}, {counted(len(resolution.plan.groups), 'message')}, "
-            f"{resolution.workload.bytes / 1e6:.3g} MB): {resolution.reason}"
+            f"{bytes_text(resolution.workload.bytes)}): {resolution.reason}"
         )
 
     def start(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.documents import counted, write_text
+from lightning_autosync.documents import bytes_text, counted, write_text
 from lightning_autosync.measure.traced_step import timeline_of
 from lightning_autosync.replay import Timeline
 from lightning_autosync.report.figures.cluster import cluster_picture
@@ -37,6 +37,8 @@ def write_page(report: TuningReport, path: Path) -> None:
         prediction=view.prediction,
         messages=list(message_rows(view)),
         plan_text=yaml_text(view.plan.to_dict()),
+        has_links=bool(report.resolution.cluster.links),
+        shares=list(_shares(report)),
         pictures={picture.name: picture for picture in _pictures(report, view)},
         candidates=list(_candidates(report)),
         trials=[_trial(each) for each in report.trials],
@@ -57,7 +59,7 @@ def _view(report: TuningReport) -> PlanView:
 
 def _pictures(report: TuningReport, view: PlanView) -> Iterator[Picture]:
     yield plan_picture(view.plan, view.schedule, view.workload)
-    if view.traffic is not None:
+    if view.traffic is not None and report.resolution.cluster.links:
         cluster = cluster_picture(report.resolution.cluster, view.traffic)
         if cluster is not None:
             yield cluster
@@ -83,7 +85,7 @@ def _timelines(report: TuningReport, view: PlanView) -> dict[str, Timeline]:
     measured = report.measured
     if measured is not None:
         made[f"measured on rank {measured.rank}"] = timeline_of(measured.schedule, [measured.trace], {})
-    if view.prediction is not None:
+    if view.prediction is not None and view.prediction.step_time:
         made["predicted"] = view.prediction.timeline
     return made
 
@@ -104,7 +106,7 @@ def _measured(measured: MeasuredSteps) -> dict[str, str]:
     steps, figures = measured.history[-1]
     facts = {"steps": f"{steps}, measured on rank {measured.rank}"}
     if figures.bytes is not None:
-        facts["sent"] = f"{figures.bytes / 1e6:.3g} MB a step by this rank"
+        facts["sent"] = f"{bytes_text(figures.bytes)} a step by this rank"
     if figures.overlapped_steps is not None:
         facts["overlapped"] = f"{figures.overlapped_steps:.0%} of the steps ended their backward pass without a wait"
     if figures.batch_share is not None:
@@ -125,6 +127,12 @@ def _candidates(report: TuningReport) -> Iterator[dict[str, Any]]:
         }
 
 
+def _shares(report: TuningReport) -> Iterator[dict[str, Any]]:
+    """The rows of the table of batch shares: a row for each change."""
+    for each in report.batch_shares:
+        yield {"place": each.place, "shares": each.texts, "why": each.why}
+
+
 def _trial(trial: TrialReport) -> dict[str, Any]:
     return {
         "name": trial.name,
@@ -142,7 +150,7 @@ def _facts(report: TuningReport) -> dict[str, str]:
     rates = [rate for link in cluster.links for rate in (link.bandwidth, link.reverse_bandwidth) if rate]
     facts = {
         "model": f"{workload.name}: {counted(len(workload.variables), 'parameter')}, "
-        f"{workload.bytes / 1e6:.1f} MB of gradients",
+        f"{bytes_text(workload.bytes)} of gradients",
         "cluster": f"{cluster.name}: {counted(cluster.world_size, 'rank')} on {counted(len(cluster.nodes), 'node')}",
         "links": "; ".join([report.links or "not needed for the choice", *report.checks]),
         "tuning": report.tuning,

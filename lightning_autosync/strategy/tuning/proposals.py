@@ -21,7 +21,7 @@ from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders.default import DDP_BUCKETS
 from lightning_autosync.replay import Constants
-from lightning_autosync.strategy.choice import LEAST_GAIN, plans_by_formula
+from lightning_autosync.strategy.choice import LEAST_GAIN, plans_by_formula, synchronization_times
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.settings import TuningSettings
@@ -216,12 +216,12 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks) -> Proposals:
     best, ddp = ranked[0], next(each for each in ranked if each.native)
     native = next(each for each in ranked if each.name.startswith(NATIVE))
     first = best if native.predicted > LEAST_GAIN * best.predicted else ddp
-    times = f"predicted for {links.told}: {best.predicted:.3g} s to synchronize a step"
+    times = f"predicted for {links.told}: {synchronization_times(best.predicted, native.predicted)}"
     found = "a plan that the search found" if best.name == SEARCHED else best.name
     reason = (
-        f"{found}, {times}, and {native.predicted:.3g} s with a native all-reduce"
+        f"{found}, {times}"
         if first is best
-        else f"DDP's fused native all-reduce, because no plan is predicted more than 5% faster than a native "
-        f"all-reduce ({times} with {found}, {native.predicted:.3g} s with {native.name})"
+        else f"DDP's fused native all-reduce, because no plan is predicted to be more than 5% faster than a native "
+        f"all-reduce; the best is {found}, {times}"
     )
     return Proposals([first, *(each for each in ranked if each is not first)], reason)

@@ -12,6 +12,7 @@ from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import needed_for
 from lightning_autosync.plan import Schedule
 from lightning_autosync.replay import Constants
+from lightning_autosync.strategy.shares.cuts import SharesOfRanks
 
 if TYPE_CHECKING:
     from lightning_autosync.strategy.resolution import Resolution
@@ -79,6 +80,7 @@ class TuningReport:
         resolution: the plan with its workload and cluster, for pages.
         constants: costs of the hosts, for predictions on pages.
         measured: measured steps, for pages; None if no steps were measured.
+        batch_shares: shares of global batches, in the order in which they held; empty without batch shares.
     """
 
     plan: str
@@ -91,6 +93,7 @@ class TuningReport:
     constants: Constants = field(repr=False, compare=False)
     measured: MeasuredSteps | None = field(default=None, repr=False, compare=False)
     checks: Sequence[str] = ()
+    batch_shares: Sequence[SharesOfRanks] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, without ``resolution``, ``constants`` and ``measured``."""
@@ -102,6 +105,7 @@ class TuningReport:
             "trials": [asdict(trial) for trial in self.trials],
             "tuning": self.tuning,
             "checks": list(self.checks),
+            "batch_shares": [asdict(each) for each in self.batch_shares],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -120,6 +124,6 @@ class TuningReport:
         lines = [f"plan {self.plan}: {self.reason}"]
         if self.links:
             lines.append(f"links: {self.links}")
-        lines += [*map(str, self.trials), *self.checks]
+        lines += [*map(str, self.trials), *self.checks, *(f"batch shares {each}" for each in self.batch_shares)]
         lines.append(f"tuning: {self.tuning}")
         return "\n".join(lines)

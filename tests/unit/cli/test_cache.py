@@ -60,7 +60,7 @@ def test_the_list_has_a_row_per_plan(plans: TuningCache, command: Command) -> No
     told = command("list")
     key = entry.key.fingerprint
     plan = ["bandwidth-proportional shards", "1.40 over native", "3 d"]
-    assert rows(told) == [[key, "[red]model", "6,640", "0.0", "3", "2", *plan]]
+    assert rows(told) == [[key, "[red]model", "6,640", "26.4 kB", "3", "2", *plan]]
     assert told.endswith(f"{plans.directory}: 1 plan\n")
     assert command() == told
     assert list(Path().iterdir()) == []
@@ -80,7 +80,7 @@ def test_show_tells_the_evidence_and_the_plan(plans: TuningCache, command: Comma
     plans.store(entry)
     told = command("show", entry.key.fingerprint[:5])
     for words in (
-        f"key {entry.key.fingerprint}: small, 3 parameters of 0.026 MB, 3 ranks on 3 hosts (red 10.0.0.1: 1, ",
+        f"key {entry.key.fingerprint}: small, 3 parameters of 26.4 kB, 3 ranks on 3 hosts (red 10.0.0.1: 1, ",
         "allowed: exact; messages: the builders' own size; device: cpu",
         f"written 2026-03-01T12:30:00+00:00 by lightning-autosync {entry.key.package} with torch 2.13.0+cpu, after ",
         "cluster 'star': 3 links of 80 to 320 Mbit/s",

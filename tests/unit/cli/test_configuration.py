@@ -25,26 +25,34 @@ from lightning_autosync.errors import DocumentError
     ("line", "message"),
     [
         ("speed=1", r"speed: unknown key; allowed: cluster, cluster_fastest, .*warm_up$"),
-        ("modell=flat", r"modell: unknown key; allowed: .*model"),
+        ("modell=flat", r"^modell: unknown key; did you mean model\? allowed: .*model"),
+        ("dpd.bucket_cap_mb=1", r"^dpd.bucket_cap_mb: unknown key; did you mean ddp\? allowed: "),
+        ("lunch=local", r"^lunch: unknown key; did you mean launch\? allowed: "),
+        ("shape=fat_node_sta", r"^shape: unknown key; did you mean cluster=fat_node_star\? allowed: "),
+        ("cluster=fat_node_star cluster.nmae=x", r"^cluster.nmae: unknown key; did you mean cluster.name\? allowed"),
+        ("cluster=fat_node_star cluster.xyz=1", r"^cluster.xyz: unknown key; allowed in cluster: "),
+        ("cluster.xyz=1", r"^cluster.xyz: no option of cluster is chosen, .* give cluster=OPTION, and then clus"),
         ("model.speed=1", r"model.speed: unknown key; allowed in model: batch, kind, tensors, width$"),
         ("model=flat model.speed=1", r"model.speed: unknown key; allowed in model: kind, mib$"),
         (
             "model=imported model._target_=a.B model.data._target_=a.C",
             r"model.data has no keys yet; .*\+model.data._",
         ),
-        ("rounds.x=1", r"rounds.x: unknown key; allowed: "),
+        ("rounds.x=1", r"^rounds.x: unknown key; allowed: "),
         (
             "hydra.rum.dir=x",
             r"^hydra.rum.dir: unknown key; did you mean hydra.run\? 'autosync bench --cfg hydra' lists",
         ),
         ("hydra.job.zzz=1", r"^hydra.job.zzz: unknown key; 'autosync bench --cfg hydra' lists the keys of Hydra$"),
-        ("ddp.buckets.first=1", r"ddp.buckets.first: unknown key; allowed in ddp: bucket_cap_mb"),
+        ("ddp.buckets.first=1", r"first: unknown key; did you mean ddp.bucket_cap_mb\? allowed in ddp: bucket_cap_mb"),
         (
             "contenders.new.builder=ps",
             r"unknown key; allowed in contenders: native; to add one, write \+contenders.new",
         ),
         ("model=foo", r"model: 'foo' is not known; allowed: .*digits, .*vgg_like$"),
         ("cluster=foo", r"cluster: 'foo' is not known; allowed: .*fat_node_star, .*two_sites_wan$"),
+        ("cluster=two_rack", r"^cluster: 'two_rack' is not known; did you mean 'two_racks_\dto1' or .*\? allowed: .*"),
+        ("ddp=shrot", r"^ddp: 'shrot' is not known; did you mean 'short'\? allowed: "),
         ("experiment=foo", r"experiment: 'foo' is not known; allowed: .*fat_star_4"),
         ("model=flat,foo", r"model: 'foo' is not known"),
         ("rounds=3,4 model=flat,foo", r"model: 'foo' is not known"),
@@ -106,6 +114,7 @@ def test_what_hydra_takes_is_let_through(line: str) -> None:
             r"'autosync bench --hydra-help' the options",
         ),
         ("-m --multirn rounds=3", r"'--multirn': no such option; did you mean --multirun\?"),
+        ("--hepl", r"'--hepl': no such option; did you mean --help\?"),
         ("--ronds=3", r"'--ronds=3': no such option; did you mean rounds=3\?"),
         ("--contender ps", r"'--contender': no such option; did you mean contenders=VALUE\?"),
         ("--config-dir", r"--config-dir/-cd: expected one argument"),
@@ -118,18 +127,25 @@ def test_options_that_do_not_exist_are_told_in_one_line(
     monkeypatch.setattr(sys, "argv", ["autosync", "bench", *line.split()])
     with pytest.raises(SystemExit) as caught:
         main()
-    assert re.fullmatch(f"autosync bench: {message}", str(caught.value.code))
-    assert capsys.readouterr().err == ""
+    assert caught.value.code == 2
+    assert re.fullmatch(f"autosync bench: {message}\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("wrong", "meant"), [("predct", "predict"), ("--hepl", "--help")])
 def test_a_verb_that_is_nearly_one_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wrong: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["autosync", "predct"])
-    with pytest.raises(SystemExit):
+    monkeypatch.setattr(sys, "argv", ["autosync", wrong])
+    with pytest.raises(SystemExit) as caught:
         main()
-    told = "autosync: 'predct' is not a verb; did you mean 'predict'? autosync --help lists the verbs\n"
+    assert caught.value.code == 2
+    told = f"autosync: '{wrong}' is not a verb; did you mean '{meant}'? autosync --help lists the verbs\n"
     assert capsys.readouterr().err == told
+
+
+def test_the_value_of_an_unknown_group_names_the_group() -> None:
+    with pytest.raises(DocumentError, match=r"^sampler: unknown key; did you mean search=tpe\? allowed: "):
+        check_overrides("tune", ["sampler=tpee"])
 
 
 def test_values_in_braces_do_not_replace_a_cluster() -> None:
@@ -351,7 +367,7 @@ def test_clusters_that_ship_can_be_named(verb: str) -> None:
 
 
 def test_a_cluster_where_there_is_none_is_an_unknown_key() -> None:
-    with pytest.raises(DocumentError, match=r"cluster: unknown key; allowed: .*clusters"):
+    with pytest.raises(DocumentError, match=r"^cluster: unknown key; did you mean clusters\? allowed: "):
         check_overrides("validate", ["cluster=one_node"])
 
 

@@ -38,7 +38,10 @@ def composed(*overrides: str) -> BenchSettings:
         ({"model": {"kind": "layers", "tensors": 3, "width": 8, "batch": 2}}, "tensors: .*must be even"),
         ({"model": {"kind": "flat", "mib": 0}}, "mib: .*greater than 0"),
         ({"model": {"kind": "paced"}}, "model: expected exactly one of catalogue and workload_file"),
-        ({"model": {"kind": "paced", "catalogue": "vgg17"}}, "model: no model 'vgg17' in the catalogue; it has vgg16"),
+        (
+            {"model": {"kind": "paced", "catalogue": "vgg17"}},
+            r"model: no model 'vgg17' in the catalogue; did you mean 'vgg16'\? it has vgg16",
+        ),
         ({"model": {"kind": "paced", "catalogue": "vgg16", "scale": 0}}, "^model.scale: .*greater than 0"),
         ({"model": {"kind": "paced", "catalogue": "vgg16", "compute": "0 s"}}, "model: compute: must be above zero"),
         ({"model": {"kind": "paced", "workload_file": "missing.yaml"}}, "model: missing.yaml: cannot be read"),

@@ -10,6 +10,7 @@ import torch
 from lightning_autosync.errors import WorkloadError
 from lightning_autosync.measure.models import paced
 from lightning_autosync.measure.models.paced import PacedModule
+from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.workload import Variable, Workload, capture, catalogue, describe
 from lightning_autosync.workload.scaling import scaled, with_compute
 
@@ -34,6 +35,12 @@ def test_parameters_are_the_workloads(name: str) -> None:
     assert [(v.name, v.shape, v.dtype) for v in found.variables] == [
         (v.name, v.shape, v.dtype) for v in expected.variables
     ]
+
+
+def test_a_recipe_with_a_name_gives_it_to_its_workload() -> None:
+    recipe = {"kind": "paced", "catalogue": "vgg16", "scale": 0.01}
+    assert model_of({**recipe, "name": "vgg_like"}).workload("rows").name == "vgg_like"
+    assert model_of(recipe).workload("rows").name == "vgg16"
 
 
 def test_dtypes_and_scalars() -> None:

@@ -121,4 +121,4 @@ def test_table_names_every_group(builder: str) -> None:
     for group in plan.groups:
         assert group.name in table
     assert "exact" in table
-    assert "MB" in table
+    assert "size" in table

@@ -255,6 +255,28 @@ def test_a_run_without_any_time_has_a_report(changed: Changed) -> None:
     assert "There was no final comparison" in found.text
 
 
+@pytest.mark.parametrize(
+    ("interrupted", "why"),
+    [(False, "because they come first and used up search.budget; give"), (True, "because they come first")],
+)
+def test_a_run_without_a_search_says_so_once_and_alike(changed: Changed, interrupted: bool, why: str) -> None:
+    def builders_alone(data: dict[str, Any]) -> None:
+        data["trials"] = [trial for trial in data["trials"] if trial["origin"] == "baseline"]
+        data["interrupted"] = interrupted
+
+    directory = changed(builders_alone)
+    run = TuningRun.load(directory)
+    (told,) = (line for line in run.result.lines() if "only builders' plans were tried" in line)
+    assert told.startswith(f"only builders' plans were tried, {why}")
+    assert f"The run tried {len(run.trials)} plans;" in words(directory)
+    assert f"failed. O{told[1:]}." in words(directory)
+
+
+def test_a_run_with_a_search_does_not_say_that_there_was_none(kept: Path) -> None:
+    assert "builders' plans were tried" not in words(kept)
+    assert TuningRun.load(kept).result.unsearched == ""
+
+
 @pytest.mark.slow
 def test_importance_says_why_there_is_none(changed: Changed, kept: Path, tmp_path: Path) -> None:
     directory = changed(lambda data: None)

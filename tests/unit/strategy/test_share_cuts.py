@@ -54,7 +54,8 @@ def test_parts_are_multiples_of_a_micro_batch(total: int, shares: Any, parts: li
         (
             (1, 1),
             24,
-            "micro_batch: a global batch of 64 samples (batch_size times the number of ranks) is not a",
+            "micro_batch: 24 does not divide 64, the number of samples in a global batch (batch_size times the number "
+            "of ranks, 2); use 16, for example, or another batch_size",
         ),
         ((1, 20), 16, "batch_shares: rank 0 would get none of the 4 micro-batches of 16 samples of a global batch"),
     ],
