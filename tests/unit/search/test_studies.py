@@ -70,7 +70,7 @@ def test_a_database_is_opened_by_url(tmp_path: Path) -> None:
         (PlanSpace(WORKLOAD, uneven_cluster(4)), "cluster"),
         (PlanSpace(WORKLOAD, uneven_cluster(3), "compressed"), "semantics"),
         (PlanSpace(WORKLOAD, uneven_cluster(3), runs=1), "space"),
-        (PlanSpace(WORKLOAD.model_copy(update={"name": "other"}), uneven_cluster(3)), "workload"),
+        (PlanSpace(Workload(name="small", variables=WORKLOAD.variables[:2]), uneven_cluster(3)), "workload"),
     ],
 )
 def test_a_study_of_something_else_is_refused(storage: Path, other: PlanSpace, what: str) -> None:
@@ -112,6 +112,12 @@ def test_other_times_of_the_same_variables_are_told_apart_from_another_model(sto
     with pytest.raises(StudyError, match=r"another workload .* its variables are the same, but times") as caught:
         studies.open_study(storage, "one", slower)
     assert "\n" not in str(caught.value)
+
+
+def test_the_same_workload_under_another_name_belongs_to_the_study(storage: Path) -> None:
+    studies.open_study(storage, "one", SPACE)
+    renamed = PlanSpace(WORKLOAD.model_copy(update={"name": "renamed"}), SPACE.cluster)
+    assert studies.workload_of(studies.open_study(storage, "one", renamed)) == WORKLOAD
 
 
 def test_a_study_that_is_not_of_plans_is_refused(storage: Path) -> None:
