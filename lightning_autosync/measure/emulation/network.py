@@ -111,15 +111,15 @@ class Network:
             # match them. So the route for all sources must be the one for the place's own packets.
             common = by_source.get(place, Counter(by_source.values()).most_common(1)[0][0])
             others = [source for source, channel in by_source.items() if channel != common]
-            for source in (*others, None):
-                channel = common if source is None else by_source[source]
+            for only in (*others, None):
+                channel = common if only is None else by_source[only]
                 sender, receiver = self.ports[channel], self.ports[channel ^ 1]
                 routes[place].append(
                     Route(
                         self.address(target, interface),
                         receiver.address,
                         sender.interface,
-                        None if source is None else self.address(source, interface),
+                        None if only is None else self.address(only, interface),
                         self.address(place, interface) if place < len(self.cluster.nodes) else None,
                     )
                 )

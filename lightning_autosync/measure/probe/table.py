@@ -31,11 +31,12 @@ def settings_of(found: ClusterSpec, truth: ClusterSpec) -> list[tuple[float | No
 
 
 def _cuts(cluster: ClusterSpec) -> Iterator[tuple[Cut, float]]:
-    """For each link and direction its cut and its rate."""
-    graph = networkx.Graph([(link.a, link.b) for link in cluster.links])
+    """For each link and direction its cut and its rate; of the nodes' first interfaces, since a probe uses no other."""
+    links = [link for link in cluster.links if cluster.carries(0, link)]
+    graph = networkx.Graph([(link.a, link.b) for link in links])
     bridges = {frozenset(bridge) for bridge in networkx.bridges(graph)}
     ranks = {node.name: frozenset(cluster.ranks_of(index)) for index, node in enumerate(cluster.nodes)}
-    for link in cluster.links:
+    for link in links:
         assert link.bandwidth is not None
         assert link.reverse_bandwidth is not None
         near, far = {link.a}, {link.b}
