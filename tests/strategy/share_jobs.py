@@ -430,8 +430,11 @@ class Breaks(torch.autograd.Function):
         return gradients
 
 
-def runs_out_of_memory(where: str) -> dict[str, Any]:
-    """Training with memory for a single sample on the last rank, found out in steps: for four, for two, for one."""
+def runs_out_of_memory(where: str, micro_batch: int | None = None) -> dict[str, Any]:
+    """Training with memory for a single sample on the last rank, found out in steps: for four, for two, for one.
+
+    With micro-batches, that is for two and for one. ``share`` is the number of samples of this rank at the end.
+    """
     last = dist.get_rank() == dist.get_world_size() - 1
     module = make_module(samples=16 * 12)
 
@@ -445,7 +448,8 @@ def runs_out_of_memory(where: str) -> dict[str, Any]:
     if last and where == "backward":
         module.network[0].register_forward_hook(lambda _, __, output: Breaks.apply(output))
     with mock.patch.object(auto, "now", clock):
-        fit(module, max_epochs=1, strategy={"batch_shares": "auto"}, accumulate_grad_batches=2)
+        strategy = {"batch_shares": "auto", "micro_batch": micro_batch}
+        trainer = fit(module, max_epochs=1, strategy=strategy, accumulate_grad_batches=2)
     counted = [len(numbers) for _, numbers, _ in module.seen]
     return {
         "distance": distance(module.network, one_process(1, 2, 1e9, 16 * 12)),
@@ -464,6 +468,7 @@ def synchronized_batch_norm_in_fabric() -> str:
     except PlanError as error:
         return str(error)
     finally:
+        "share": gather_json(trainer.strategy._shares.cut.samples)[-1],
         fabric.strategy.teardown()
     return ""
 

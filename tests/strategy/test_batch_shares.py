@@ -147,6 +147,15 @@ def test_parameters_that_begin_to_train_within_an_accumulation_are_weighted(quar
     for found in quartet.run(share_jobs.thaws_while_gradients_accumulate):
         assert found["distance"] < 1e-6 < 0.001 < found["moved"]
 
+@pytest.mark.parametrize("where", sweep(["forward", "backward"], ["backward"]))
+def test_a_rank_without_memory_for_a_micro_batch_gets_fewer_of_them(quartet, where: str) -> None:
+    for found in quartet.run(share_jobs.runs_out_of_memory, where=where, micro_batch=2):
+        assert found["distance"] < 1e-6
+        assert found["samples"] == [1, 1, 1]
+        assert found["share"] == 2
+        assert found["loss"] > 0
+
+
 
 def test_unequal_tensors_are_not_gathered_within_a_step(quartet) -> None:
     for found in quartet.run(share_jobs.gathers_within_a_step):

@@ -85,15 +85,16 @@ class AutoShares(BatchShares):
                 return counts if sum(counts) == total else divide(total, counts, self.unit)
         return divide(total, (1.0,) * len(self.shares), self.unit)
 
-    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[[Tensor], None]) -> None:
+    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[..., None]) -> None:
         """See `BatchShares`; steps of automatic optimization for which memory does not suffice may be divided.
 
-        A `SyncBatchNorm` communicates in each forward pass, so steps with one are not divided. Micro-batches have the
-        size that the user chose.
+        A `SyncBatchNorm` communicates in each forward pass, so steps with one are not divided.
         """
         super().begin_training(module, replica, backward)
         synchronized = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-        if self.micro_batches is not None or not module.automatic_optimization or synchronized:
+        if self.micro_batches is not None:
+            self.micro_batches.memory, self.partial.calls = self.partial, self.micro_batches.calls
+        if not module.automatic_optimization or synchronized:
             return
         self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
 
@@ -208,7 +209,8 @@ class AutoShares(BatchShares):
         missing = EVERY - len(self._measured)
         times = [value for each in self._measured for value in each] + [math.nan] * (3 * missing)
         self._measured = []
-        bound = math.inf if self.partial is None else self.partial.limit
+        limited = self.micro_batches or self.partial
+        bound = math.inf if limited is None else limited.limit
         own = torch.tensor([[bound, *times]], dtype=torch.float64, device=group_device(self._group))
         table = own.new_zeros(len(self.shares), own.shape[1])
         self._under_way = (table, all_gather_single(table, own, self._group, async_op=True))

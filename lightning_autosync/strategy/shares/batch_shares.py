@@ -63,7 +63,7 @@ class BatchShares:
         present: the present batch.
         needs_batches: whether a module has a ``loss_weight``, which takes batches.
         open_passes: number of passes over loaders that have begun and not ended, under Fabric.
-        partial: computes steps for which memory does not suffice; None if they end the job.
+        partial: computes steps, or their micro-batches, for which memory does not suffice; None if they end the job.
         micro_batches: computes steps in parts of ``micro_batch`` samples; None if they are not, and under Fabric.
     """
 
@@ -121,7 +121,7 @@ class BatchShares:
 
     # Steps
 
-    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[[Tensor], None]) -> None:
+    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[..., None]) -> None:
         """Begin training under a Trainer.
 
         Args:
