@@ -28,8 +28,11 @@ from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
 from lightning_autosync.strategy.shares.streams import ChangingStreamBatches, StreamBatches, cut_stream_anew
 
-EVERY = 3
-"""Synchronized passes between two exchanges of times, after the first ones."""
+EVERY, CALM = 3, 9
+"""Synchronized passes between two exchanges of times, after the first ones; and when shares have not changed for long:
+each exchange costs CPU time, which ranks lack that share cores."""
+KEPT = 6
+"""Last passes whose times are exchanged: two windows of the decision, so that one exchange can answer a slow rank."""
 
 _Times = tuple[float, float, float]
 """Samples of this rank in a pass, seconds of its computation, and seconds of the step."""
@@ -153,7 +156,7 @@ class AutoShares(BatchShares):
             times = self._times(now() - self._started if steady else math.nan)
             if self._overlaps and not self._begins:
                 times = 0, math.nan, math.nan
-        self._measured = [*self._measured, times][-EVERY:]
+        self._measured = [*self._measured, times][-KEPT:]
         return at_end
 
     def _times(self, step: float) -> _Times:
@@ -201,12 +204,12 @@ class AutoShares(BatchShares):
         elif 1 < self._passes_done <= FIRST_PASSES:
             self._exchange()
             self._decide()  # at once: the sooner shares change, the fewer steps wait for a slow rank
-        elif self._passes_done % EVERY == 0:
+        elif self._passes_done % (CALM if self._balancer.is_calm else EVERY) == 0:
             self._exchange()
 
     def _exchange(self) -> None:
         """Start to tell other ranks the times of this one."""
-        missing = EVERY - len(self._measured)
+        missing = KEPT - len(self._measured)
         times = [value for each in self._measured for value in each] + [math.nan] * (3 * missing)
         self._measured = []
         limited = self.micro_batches or self.partial

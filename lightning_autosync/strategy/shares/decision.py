@@ -111,6 +111,11 @@ class Balancer:
         """Whether the last change has not proved itself yet."""
         return self._trial is not None
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether many passes have not changed shares."""
+        return self._trial is None and len(self._recent) == _MOST
+
     def forget(self) -> None:
         """Forget past passes, because steps from now on take other times; their noise is kept."""
         self._recent.clear()

@@ -101,4 +101,4 @@ def test_a_batch_counts_that_is_as_large_as_others_and_not_the_first_one() -> No
         shares.end_backward(overlaps=False)
         shares._keep(steady=True)
     kept = [(samples, math.isfinite(busy)) for samples, busy, _ in shares._measured]
-    assert kept == [(2, True), (0, False), (2, True)]
+    assert kept[-3:] == [(2, True), (0, False), (2, True)]
