@@ -357,12 +357,26 @@ class Clock:
         return self.seconds
 
 
+def slows_down_in_trials(**arguments: Any) -> dict[str, Any]:
+    """`slows_down` with overlap, while the job tries plans all the time."""
+    strategy = {"cluster": ClusterSpec.uniform(4, bandwidth="1 Gbit/s", name="four"), "tuning": tuning_jobs.SHORT}
+    with tuning_jobs.scripted_switches(every=9) as switches:
+        found = slows_down(overlap="step", **strategy, **arguments)
+    return {**found, "switches": len(switches)}
+
+
 def slows_down(
-    workers: int = 0, begin: int = 0, fabric: bool = False, sampler: str = "shuffle", overlap: str | None = None
+    workers: int = 0,
+    begin: int = 0,
+    fabric: bool = False,
+    sampler: str = "shuffle",
+    overlap: str | None = None,
+    **strategy: Any,
 ) -> dict[str, Any]:
     """Samples of the last rank by batch, whose computation takes four times as long from batch ``begin`` on.
 
-    With overlap, the other ranks wait for each message, the less the fewer samples the last rank has.
+    With overlap, the other ranks wait for each message, the less the fewer samples the last rank has. Other options are
+    those of the strategy of a Trainer.
     """
     clock, rank = Clock(), dist.get_rank()
 
@@ -383,15 +397,15 @@ def slows_down(
         if fabric:
             seen, lost = slows_down_in_fabric(compute, workers, overlap)
         else:
-            seen, lost = slows_down_in_trainer(compute, workers, sampler, overlap)
+            seen, lost = slows_down_in_trainer(compute, workers, sampler, overlap=overlap, **strategy)
     return {"samples": seen, "lost": lost}
 
 
-def slows_down_in_trainer(compute: Any, workers: int, sampler: str, overlap: str | None) -> tuple[list[int], float]:
+def slows_down_in_trainer(compute: Any, workers: int, sampler: str, **strategy: Any) -> tuple[list[int], float]:
     samples = 16 * 40 + (0 if sampler == "stream" else 3)
     module = make_module(sampler=sampler, workers=workers, samples=samples)
     module.compute = compute
-    fit(module, max_epochs=2, strategy={"batch_shares": "auto", "overlap": overlap})
+    fit(module, max_epochs=2, strategy={"batch_shares": "auto", **strategy})
     made = [len(numbers) if total == 16 else -1 for _, numbers, total in module.seen]
     return gather_json(made)[-1], float(gathered(module, 2) != [list(range(samples))] * 2)
 
@@ -454,6 +468,7 @@ def runs_out_of_memory(where: str, micro_batch: int | None = None) -> dict[str, 
     return {
         "distance": distance(module.network, one_process(1, 2, 1e9, 16 * 12)),
         "samples": gather_json(counted)[-1][-3:],
+        "share": gather_json(trainer.strategy._shares.cut.samples)[-1],
         "loss": float(module.trainer.callback_metrics["loss_epoch"]),
     }
 
@@ -468,7 +483,6 @@ def synchronized_batch_norm_in_fabric() -> str:
     except PlanError as error:
         return str(error)
     finally:
-        "share": gather_json(trainer.strategy._shares.cut.samples)[-1],
         fabric.strategy.teardown()
     return ""
 

@@ -99,6 +99,14 @@ def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, argu
         assert not found["lost"]
 
 
+def test_shares_follow_speed_while_plans_are_tried_on_steps_that_overlap(quartet) -> None:
+    for found in quartet.run(share_jobs.slows_down_in_trials, begin=25):
+        assert set(found["samples"][:25]) == {4}
+        assert set(found["samples"][45:-1]) <= {1, -1}
+        assert found["switches"] >= 2
+        assert not found["lost"]
+
+
 def test_shares_of_micro_batches_follow_speed(quartet) -> None:
     for found in quartet.run(share_jobs.micro_batches_follow_speed):
         assert found["samples"][0] == 4
@@ -139,14 +147,6 @@ def test_a_rank_without_memory_computes_in_parts_and_gets_a_smaller_share(quarte
         assert found["loss"] > 0
 
 
-def test_speeds_are_those_of_a_single_module(quartet) -> None:
-    assert quartet.run(share_jobs.second_module)[0].startswith("batch_shares='auto': a batch is timed for one module")
-
-
-def test_parameters_that_begin_to_train_within_an_accumulation_are_weighted(quartet) -> None:
-    for found in quartet.run(share_jobs.thaws_while_gradients_accumulate):
-        assert found["distance"] < 1e-6 < 0.001 < found["moved"]
-
 @pytest.mark.parametrize("where", sweep(["forward", "backward"], ["backward"]))
 def test_a_rank_without_memory_for_a_micro_batch_gets_fewer_of_them(quartet, where: str) -> None:
     for found in quartet.run(share_jobs.runs_out_of_memory, where=where, micro_batch=2):
@@ -155,6 +155,14 @@ def test_a_rank_without_memory_for_a_micro_batch_gets_fewer_of_them(quartet, whe
         assert found["share"] == 2
         assert found["loss"] > 0
 
+
+def test_speeds_are_those_of_a_single_module(quartet) -> None:
+    assert quartet.run(share_jobs.second_module)[0].startswith("batch_shares='auto': a batch is timed for one module")
+
+
+def test_parameters_that_begin_to_train_within_an_accumulation_are_weighted(quartet) -> None:
+    for found in quartet.run(share_jobs.thaws_while_gradients_accumulate):
+        assert found["distance"] < 1e-6 < 0.001 < found["moved"]
 
 
 def test_unequal_tensors_are_not_gathered_within_a_step(quartet) -> None:

@@ -6,9 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_autosync.engine.collectives import OWN_GROUP, all_gather_single, group_device
+from lightning_autosync.engine.collectives import all_gather_single, group_device, separate_group
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.log import rank_zero_info
@@ -39,10 +37,6 @@ _Times = tuple[float, float, float]
 
 now = time.perf_counter
 """The clock; tests replace it."""
-
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""The group in which ranks agree with overlap, by default group; later trainings of the process use it again."""
 
 
 class AutoShares(BatchShares):
@@ -95,11 +89,11 @@ class AutoShares(BatchShares):
         """
         super().begin_training(module, replica, backward)
         synchronized = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-        if self.micro_batches is not None:
-            self.micro_batches.memory, self.partial.calls = self.partial, self.micro_batches.calls
         if not module.automatic_optimization or synchronized:
             return
         self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
+        if self.micro_batches is not None:
+            self.micro_batches.memory, self.partial.calls = self.partial, self.micro_batches.calls
 
     def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
         assert loader.batch_size is not None
@@ -122,17 +116,13 @@ class AutoShares(BatchShares):
         return self._overlaps and (self._begins or self._next_change is not None)
 
     def overlap(self, timeout: float) -> None:
-        # Ranks make these operations at different places between those of the default group.
-        assert dist.group.WORLD is not None
-        if dist.group.WORLD not in _groups:
-            _groups[dist.group.WORLD] = dist.new_group(timeout=timedelta(seconds=timeout), group_desc=OWN_GROUP)
-        self._group = _groups[dist.group.WORLD]
+        self._group = separate_group(timeout)
         self._overlaps = self._begins = True
 
-    def end_backward(self, overlaps: bool) -> None:
+    def end_backward(self, overlaps: bool, steady: bool) -> None:
         self._busy = self._now() - self._begun
         # A pass that overlaps will end within the next batch, and the waits of the one before it were in this batch.
-        self._ended = self._times(now() - self._started) if overlaps else None
+        self._ended = self._times(now() - self._started if steady else math.nan) if overlaps else None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

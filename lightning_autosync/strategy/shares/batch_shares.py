@@ -342,11 +342,12 @@ class BatchShares:
             timeout: seconds to wait for other ranks.
         """
 
-    def end_backward(self, overlaps: bool) -> None:
+    def end_backward(self, overlaps: bool, steady: bool) -> None:
         """Called at the end of a synchronized backward pass, before this rank waits for others.
 
         Args:
             overlaps: whether it waits within the forward pass of the next batch.
+            steady: see `end_pass`.
         """
 
     def end_pass(self, steady: bool) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_autosync.strategy.shares.balance import Line, balance, fit_line
+from lightning_autosync.replay.balance import Line, balance, fit_line
 from lightning_autosync.strategy.shares.cuts import divide
 
 _WINDOWS = ((3, 3, 1.25), (6, 6, 1.05), (12, 12, 1.05))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sweeps import examples
 
-from lightning_autosync.strategy.shares.balance import Line, balance
+from lightning_autosync.replay.balance import Line, balance
 from lightning_autosync.strategy.shares.auto import CALM, EVERY, KEPT
 from lightning_autosync.strategy.shares.decision import FIRST_PASSES, Balancer, Pass
 
