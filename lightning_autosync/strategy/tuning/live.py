@@ -94,7 +94,8 @@ class LiveTuner:
         self._alternatives = list(alternatives)
         self._engines = {0: engine}
         self._opening, self._make, self._use = opening, make, use
-        self._own, self._times = OverlappingTimes() if overlaps else OwnTimes(), AgreedTimes(group)
+        self._own: OwnTimes | OverlappingTimes = OverlappingTimes() if overlaps else OwnTimes()
+        self._times = AgreedTimes(group)
         candidates = [_candidate(each) for each in alternatives]
         limits = settings.warm_up, settings.passes, settings.horizon, settings.plans
         # The time of a pass that overlaps is known when the next one ends.
