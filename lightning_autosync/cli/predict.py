@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from lightning_autosync.cli.tables import table_console
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
-from lightning_autosync.documents import RESULT, Configuration, describe_validation_error, is_path
+from lightning_autosync.documents import RESULT, Configuration, Count, describe_validation_error, is_path
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.plan import HybridPlan
@@ -46,6 +46,8 @@ class PredictSettings(Configuration):
         rates: file of rates for such a plan, from a tuning run; None uses the defaults.
         ddp: settings of DDP to compare with; sizes of buckets make a difference.
         search_seconds: maximum seconds of the search for AutoSync's choice.
+        batch_size: number of samples in a batch of the data loader, whose times the workload has; with ``micro_batch``.
+        micro_batch: number of samples that a rank computes at once, to predict batch shares in whole micro-batches.
     """
 
     plan: str | None = None
@@ -58,6 +60,20 @@ class PredictSettings(Configuration):
     rates: str | None = None
     ddp: DDPSweep = DDPSweep()
     search_seconds: Annotated[float, Field(ge=0.1)] = TuningSettings.search
+    batch_size: Count | None = None
+    micro_batch: Count | None = None
+
+    @property
+    def micro_batches(self) -> tuple[int, int] | None:
+        """Samples of a batch and of a micro-batch; None without micro-batches.
+
+        Raises:
+            DocumentError: only one of the two is given.
+        """
+        if (self.batch_size is None) != (self.micro_batch is None):
+            missing = "batch_size" if self.batch_size is None else "micro_batch"
+            raise DocumentError(f"{missing}: missing; give batch_size and micro_batch together, or none of the two")
+        return None if self.batch_size is None or self.micro_batch is None else (self.batch_size, self.micro_batch)
 
 
 def predict(configuration: dict[str, Any], directory: Path) -> None:
@@ -80,7 +96,8 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     constants = _constants(settings)
     plan = _plan(settings.plan, settings.arguments, workload, cluster)
-    print(predict_step(plan, workload, cluster, directory, constants, settings.plan), end="")
+    text = predict_step(plan, workload, cluster, directory, constants, settings.plan, settings.micro_batches)
+    print(text, end="")
     print(f"{directory}: result.json, timeline.svg, timeline.png, trace.json")
 
 
@@ -90,7 +107,7 @@ def _predict_gain(settings: PredictSettings) -> GainResult:
             raise DocumentError(f"{name}: only for one plan; give plan=..., or leave {name} out")
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     tuning = TuningSettings(search=settings.search_seconds)
-    return predict_gain(workload, cluster, _constants(settings), settings.ddp, tuning)
+    return predict_gain(workload, cluster, _constants(settings), settings.ddp, tuning, settings.micro_batches)
 
 
 def _print_gain(result: GainResult, directory: Path) -> None:

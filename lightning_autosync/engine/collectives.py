@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,9 @@ CHUNK = 256 * 1024 * 1024
 OWN_GROUP = "autosync"
 """Description of process groups that only this package uses, also on other threads."""
 
+_separate: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""The groups of `separate_group`, by default group."""
+
 # torch 2.13 renamed these functions.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -30,6 +35,20 @@ def group_device(group: dist.ProcessGroup | None) -> torch.device:
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def separate_group(timeout: float) -> dist.ProcessGroup:
+    """All ranks, for operations that ranks make at different places between those of the default group; collective.
+
+    Later calls, also of other trainings in this process, return the same group.
+
+    Args:
+        timeout: seconds to wait for other ranks.
+    """
+    assert dist.group.WORLD is not None
+    if dist.group.WORLD not in _separate:
+        _separate[dist.group.WORLD] = dist.new_group(timeout=timedelta(seconds=timeout), group_desc=OWN_GROUP)
+    return _separate[dist.group.WORLD]
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

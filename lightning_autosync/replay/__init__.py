@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_autosync.replay.bound import Bound, least_step, step_bound, synchronization_bound
 from lightning_autosync.replay.constants import CodecRates, Constants
-from lightning_autosync.replay.overlap import least_overlapped_step, overlapped_step
+from lightning_autosync.replay.overlap import least_overlapped_step, overlapped_step, overlapped_step_time
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "least_overlapped_step",
     "least_step",
     "overlapped_step",
+    "overlapped_step_time",
     "step_bound",
     "synchronization_bound",
     "warm_up",

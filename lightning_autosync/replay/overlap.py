@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lightning_autosync.cluster import ClusterSpec, synchronization_limit
-from lightning_autosync.plan.schedule import AllToAll, Message, Schedule
+from lightning_autosync.plan.schedule import AllToAll, Message, Schedule, first_parameters_first
 from lightning_autosync.replay.bound import changed_bytes
 from lightning_autosync.replay.compute import ready_times
 from lightning_autosync.replay.prediction import Prediction
 from lightning_autosync.workload import Workload
+
+if TYPE_CHECKING:
+    from lightning_autosync.replay.replay import Replay
+
+
+def overlapped_step_time(
+    schedule: Schedule, workload: Workload, replay: Replay, prediction: Prediction | None = None
+) -> float:
+    """Step time with ``overlap="step"``, whose messages leave in the order of the forward pass; see `overlapped_step`.
+
+    Args:
+        schedule: a schedule for the workload.
+        workload: the workload.
+        replay: a replay of the workload on its cluster.
+        prediction: the prediction of the schedule without overlap, if it is known.
+    """
+    ordered = first_parameters_first(schedule, [variable.name for variable in workload.variables])
+    if prediction is None or ordered.tree_edges():  # priorities count on trees only
+        prediction = replay.predict(ordered)
+    return overlapped_step(ordered, workload, prediction)
 
 
 def overlapped_step(schedule: Schedule, workload: Workload, prediction: Prediction) -> float:
@@ -33,9 +55,10 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
     waits = max(
         (arrivals[name] for message in schedule.messages if _waits(message) for name in message.variables), default=0.0
     )
-    for forward, backward, *optimizer in prediction.timeline.compute:
+    layers = _layers(workload)
+    for forward, backward, *optimizer in set(prediction.timeline.compute):
         ended = max(0.0, waits - backward.end)
-        for names, share in _layers(workload):
+        for names, share in layers:
             ended = max(ended, *(arrivals[name] - backward.end for name in names)) + share * forward.seconds
         steps.append(ended + backward.seconds + sum(span.seconds for span in optimizer))
     return max(steps)

@@ -11,7 +11,7 @@ from lightning_autosync.documents import Count, Duration, Index, Record, Result,
 from lightning_autosync.measure.figures import numbers_table
 from lightning_autosync.report.predict import CUT_BOUND
 
-Kind = Literal["ddp", "choice", "overlap", "shares", "builder", "bound"]
+Kind = Literal["ddp", "choice", "overlap", "shares", "micro_batches", "builder", "bound"]
 CHOICE: dict[Kind, str] = {
     "choice": "AutoSync",
     "overlap": 'AutoSync, overlap="step"',
@@ -24,8 +24,9 @@ class GainRow(Record):
     """One way to synchronize, or the bound.
 
     Attributes:
-        kind: ``ddp``, ``choice`` (AutoSync's, without trials), ``overlap`` and ``shares`` (the same plan with these),
-            ``builder``, or ``bound`` (of exact plans whose steps do not overlap).
+        kind: ``ddp``, ``choice`` (AutoSync's, without trials), ``overlap`` (its choice with overlap), ``shares`` (the
+            plan of ``choice`` with shares), ``micro_batches`` (the same with whole micro-batches), ``builder``, or
+            ``bound`` (of exact plans whose steps do not overlap).
         name: name for people.
         step_time: predicted seconds of a step.
         speedup: step time of the best DDP divided by this one.
@@ -75,9 +76,11 @@ class GainResult(Result):
         return [row for row in self.rows if row.kind == kind]
 
     def figures(self) -> dict[str, str]:
-        """The best DDP's step time, and speedups: of AutoSync's choice, with overlap, with shares, and at the bound."""
-        kinds: tuple[Kind, ...] = ("choice", "overlap", "shares", "bound")
-        names = ("speedup", "speedup with overlap", "speedup with shares", "speedup at bound")
+        """The best DDP's step time, and speedups: of AutoSync's choice, with each option, and at the bound."""
+        kinds: tuple[Kind, ...] = ("choice", "overlap", "shares", "micro_batches", "bound")
+        names = (
+            "speedup", "speedup with overlap", "speedup with shares", "speedup with micro-batches", "speedup at bound",
+        )  # fmt: skip
         speedups = {
             name: f"{row.speedup:.2f}x" for name, kind in zip(names, kinds, strict=True) for row in self.of(kind)
         }
@@ -98,7 +101,7 @@ def gain_table(result: GainResult) -> Table:
             continue
         several = row is best and len(settings) > 1
         name = f"{row.name} (best of {len(settings)})" if several else row.name
-        style = "bold" if row is best or row.kind in CHOICE else None
+        style = "bold" if row is best or row.kind in CHOICE or row.kind == "micro_batches" else None
         table.add_row(name, seconds_text(row.step_time), f"{row.speedup:.2f}x", *_travels(row), style=style)
     return table
 
@@ -126,9 +129,15 @@ def gain_remarks(result: GainResult) -> Iterator[str]:
         yield "the times of forward and backward are unknown and count as 0, so these are times of synchronization"
     if tables:
         yield "rows: only touched rows of embeddings travel; DDP sends whole tables, unless modules have sparse=True"
-    yield "overlap: for models on CPUs; its prediction has not been compared with measurements"
+    yield "overlap: for models on CPUs; with ranks that share cores, measured steps took 1.2 to 1.3 times as long"
     if result.of("shares"):
         yield "batch shares: each rank computes its part of a batch in proportion to the speed of its node"
+    if result.of("micro_batches"):
+        yield (
+            "micro-batches: shares are whole numbers of them, all ranks begin to synchronize with the slowest one, "
+            "gradients travel beside the backward pass of the last one only, and each sample takes as long as in a "
+            "whole batch"
+        )
     cut = f" ({CUT_BOUND}: possibly no plan is as fast)" if result.bounds_are == CUT_BOUND else ""
     yield f"bound: no exact plan has a shorter step, unless steps overlap or batches are shared out{cut}"
     if result.left_out:

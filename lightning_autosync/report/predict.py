@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import ClassVar, Literal
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Result, seconds_text
-from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
-from lightning_autosync.plan.schedule import first_parameters_first
+from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.replay import (
     Bound,
     Constants,
@@ -21,9 +19,10 @@ from lightning_autosync.replay import (
     Timeline,
     least_overlapped_step,
     least_step,
-    overlapped_step,
+    overlapped_step_time,
     synchronization_bound,
 )
+from lightning_autosync.replay.shares import MicroBatches, micro_batched, shared_step_time
 from lightning_autosync.report.timeline import write_timelines
 from lightning_autosync.workload import Workload
 
@@ -43,6 +42,7 @@ class PredictionResult(Result):
         bound_share: ``step_bound`` divided by the step time of an exact plan; None for other plans.
         shared_step_time: seconds of the step if ranks computed parts of each global batch in proportion to their speeds
             (``batch_shares``); None if all are equally fast.
+        micro_batched_step_time: the same with whole numbers of micro-batches; None if none were asked for.
         binding: share of each link's direction in the bound on the rate of synchronization, by "source > target".
     """
 
@@ -60,6 +60,7 @@ class PredictionResult(Result):
     bound_share: float | None
     binding: dict[str, float]
     shared_step_time: float | None = None
+    micro_batched_step_time: float | None = None
 
     def figures(self) -> dict[str, str]:
         found = {"step": seconds_text(self.step_time), "step bound": seconds_text(self.step_bound)}
@@ -73,13 +74,16 @@ def predict(
     directory: str | os.PathLike[str] | None = None,
     constants: Constants | None = None,
     source: str = "plan",
+    micro_batches: tuple[int, int] | None = None,
 ) -> str:
     """The predicted step of a plan as text; with a ``directory`` also as pictures and data.
 
     The files are ``timeline.svg``, ``timeline.png``, ``trace.json`` (for Chrome's viewer) and ``result.json``.
-    ``source`` names the plan in errors.
+    ``source`` names the plan in errors. ``micro_batches`` are the samples of a data loader's batch and of a
+    micro-batch, for the step with both; see `micro_batched`.
 
     Raises:
+        DocumentError: the global batch has no whole number of micro-batches.
         PlanError: plan, workload and cluster do not fit each other.
         ClusterError: the rates of the cluster are unknown.
     """
@@ -87,7 +91,10 @@ def predict(
     schedule, replay = compile_plan(plan, workload, cluster, source), Replay(workload, cluster, constants)
     prediction = replay.predict(schedule)
     overlapped = overlapped_step_time(schedule, workload, replay, prediction)
-    shared = shared_step_time(schedule, workload, cluster, constants)
+    shared = _Shared(
+        shared_step_time(schedule, workload, cluster, constants),
+        None if micro_batches is None else micro_batched(schedule, workload, cluster, constants, *micro_batches),
+    )
     bounds = _Bounds(
         least_step(workload, cluster, constants.framing, constants.burst),
         least_overlapped_step(workload, cluster, constants.framing, constants.burst),
@@ -99,36 +106,12 @@ def predict(
     return _text(prediction, bounds, overlapped, shared)
 
 
-def overlapped_step_time(schedule: Schedule, workload: Workload, replay: Replay, prediction: Prediction) -> float:
-    """Step time with ``overlap="step"``; see `overlapped_step`.
+@dataclass(frozen=True)
+class _Shared:
+    """The step with batch shares, and with micro-batches."""
 
-    Args:
-        schedule: a schedule for the workload.
-        workload: the workload.
-        replay: a replay of the workload on its cluster.
-        prediction: the prediction of the schedule without overlap.
-    """
-    ordered = first_parameters_first(schedule, [variable.name for variable in workload.variables])
-    # Priorities count on trees only.
-    return overlapped_step(ordered, workload, replay.predict(ordered) if ordered.tree_edges() else prediction)
-
-
-def shared_step_time(
-    schedule: Schedule, workload: Workload, cluster: ClusterSpec, constants: Constants
-) -> float | None:
-    """Step time with batch shares in proportion to speeds; None if all ranks are equally fast.
-
-    All ranks then compute for the same time, as if each had the mean speed. The optimizer's step is not shared out.
-    """
-    speeds = [cluster.nodes[node].speed for node in cluster.rank_nodes]
-    mean = math.fsum(speeds) / len(speeds)
-    if min(speeds) == max(speeds):
-        return None
-    alike = cluster.model_copy(
-        update={"nodes": tuple(node.model_copy(update={"speed": mean}) for node in cluster.nodes)}
-    )
-    later = workload.model_copy(update={"optimizer_time": workload.optimizer_time * mean / min(speeds)})
-    return Replay(later, alike, constants).predict(schedule).step_time
+    step_time: float | None
+    micro: MicroBatches | None
 
 
 @dataclass(frozen=True)
@@ -145,7 +128,7 @@ class _Bounds:
         return self.step.seconds / step_time if self.semantics == "exact" else None
 
 
-def _write(prediction: Prediction, bounds: _Bounds, shared: float | None, directory: Path) -> None:
+def _write(prediction: Prediction, bounds: _Bounds, shared: _Shared, directory: Path) -> None:
     write_timelines({"predicted": prediction.timeline}, directory)
     PredictionResult(
         step_time=prediction.step_time,
@@ -158,12 +141,13 @@ def _write(prediction: Prediction, bounds: _Bounds, shared: float | None, direct
         synchronization_bound=bounds.synchronization,
         bounds_are="exact" if bounds.step.exact else CUT_BOUND,
         bound_share=bounds.share(prediction.step_time),
-        shared_step_time=shared,
+        shared_step_time=shared.step_time,
+        micro_batched_step_time=None if shared.micro is None else shared.micro.step_time,
         binding=bounds.step.binding,
     ).write(directory)
 
 
-def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: float | None) -> str:
+def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: _Shared) -> str:
     step, least, share = prediction.step_time, bounds.step.seconds, bounds.share(prediction.step_time)
     reached = f"of exact plans; this one is {bounds.semantics}" if share is None else f"{share:.0%} reached"
     cut = "" if bounds.step.exact else f", {CUT_BOUND}"
@@ -175,8 +159,11 @@ def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: fl
         f"synchronization      {seconds_text(prediction.synchronization_time):>12}",
         f"synchronization bound{seconds_text(bounds.synchronization):>12}{f' ({CUT_BOUND})' if cut else ''}",
     ]
-    if shared is not None:
-        lines.insert(1, f"step, batch shares   {seconds_text(shared):>12} (each rank's part of a batch as its speed)")
+    if shared.micro is not None:
+        lines.insert(1, f"step, micro-batches  {seconds_text(shared.micro.step_time):>12} ({shared.micro.told})")
+    if shared.step_time is not None:
+        seconds = seconds_text(shared.step_time)
+        lines.insert(1, f"step, batch shares   {seconds:>12} (each rank's part of a batch as its speed)")
     if bounds.step.binding:
         lines.append("links that set the synchronization bound")
     lines += [f"  {line}" for line in bounds.step.binding_lines(_BUSIEST)]

@@ -15,8 +15,9 @@ import numpy
 from lightning_autosync.documents import parse_json
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
+from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.plan.space import Genome, PlanSpace, Refinement, Value
-from lightning_autosync.replay import Constants, Prediction, Replay
+from lightning_autosync.replay import Constants, Replay, overlapped_step
 from lightning_autosync.replay.replay import FRAMES_LIMIT, Detail
 from lightning_autosync.search.features import Floats, PlanFeatures
 
@@ -41,6 +42,13 @@ class Choice(NamedTuple):
 
     point: Point
     refined: str | None = None
+
+
+class _Price(NamedTuple):
+    """The logarithm of a step's predicted seconds, and the number of frames in the step."""
+
+    log_seconds: float
+    frames: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +85,7 @@ class Population:
         constants: constants of the hosts, for the replay.
         size: number of points to price before the first proposal; half of them are the first generation.
         two_level_collectives: as for `compile_plan`.
+        overlaps: whether prices are those of steps that overlap with the next forward pass (``overlap="step"``).
         stop: function that is asked before each new candidate; once it says True, `start`, `grow` and `refine` return.
             None lets them finish.
     """
@@ -88,11 +97,13 @@ class Population:
         size: int,
         two_level_collectives: bool = False,
         stop: Callable[[], bool] | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.space = space
         self.candidates: dict[str, Candidate] = {}
         self._size = size
         self._two_level_collectives = two_level_collectives
+        self._overlaps = overlaps
         self._should_stop = stop
         self._by_point: dict[tuple[Value, ...], Candidate | None] = {}
         self._by_document: dict[str, Candidate | None] = {}
@@ -156,21 +167,27 @@ class Population:
         return self.candidates[name]
 
     def _priced(self, point: Mapping[str, Value], origin: str, plan: SyncPlan) -> Candidate:
-        prediction = self._predict(plan, "fluid")
-        rough = 0.0 if prediction is None else _log_seconds(prediction)
-        is_precise = prediction is None or prediction.frames > FRAMES_LIMIT
+        price = self._price(plan, "fluid")
+        rough = 0.0 if price is None else price.log_seconds
+        is_precise = price is None or price.frames > FRAMES_LIMIT
         return Candidate(point, origin, plan, signature(plan), self._features(plan), rough, is_precise)
 
     def precise(self, candidate: Candidate) -> float:
         """Logarithm of a step's seconds by the replay, frame by frame if there are few."""
-        prediction = None if candidate.is_precise else self._predict(candidate.plan, "auto")
-        return candidate.rough if prediction is None else _log_seconds(prediction)
+        price = None if candidate.is_precise else self._price(candidate.plan, "auto")
+        return candidate.rough if price is None else price.log_seconds
 
-    def _predict(self, plan: SyncPlan, detail: Detail) -> Prediction | None:
-        """The prediction for a plan that compiles; None if the rates of the links are unknown."""
-        two_levels = self._two_level_collectives
-        schedule = compile_plan(plan, self.space.workload, self.space.cluster, two_level_collectives=two_levels)
-        return self._replay.predict(schedule, detail) if self._replay else None
+    def _price(self, plan: SyncPlan, detail: Detail) -> _Price | None:
+        """The price of a plan that compiles; None if the rates of the links are unknown."""
+        workload, two_levels = self.space.workload, self._two_level_collectives
+        schedule = compile_plan(plan, workload, self.space.cluster, two_level_collectives=two_levels)
+        if self._replay is None:
+            return None
+        if self._overlaps:
+            schedule = first_parameters_first(schedule, [variable.name for variable in workload.variables])
+        found = self._replay.predict(schedule, detail)
+        seconds = overlapped_step(schedule, workload, found) if self._overlaps else found.step_time
+        return _Price(math.log(max(seconds, _LEAST_SECONDS)), found.frames)
 
     def start(self, rng: Random, seeds: Iterable[Genome] = ()) -> None:
         """The first generation: transferred ``seeds``, builders, points that treat all blocks alike, random points."""
@@ -245,10 +262,6 @@ class Population:
         if rng.random() < 0.5:
             genome = self.space.crossover(genome, _good_one(parents, rng).genome, rng)
         return self.space.mutate(genome, rng, rng.choice((0.02, 0.08, 0.2)))
-
-
-def _log_seconds(prediction: Prediction) -> float:
-    return math.log(max(prediction.step_time, _LEAST_SECONDS))
 
 
 def _good_one(ordered: Sequence[Candidate], rng: Random) -> Candidate:

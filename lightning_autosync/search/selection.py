@@ -83,6 +83,7 @@ def rank_plans(
     compression: bool = False,
     exclude: Collection[str] = (),
     native_only: bool = False,
+    overlaps: bool = False,
     seed: int = 0,
     clock: Clock = time.monotonic,
 ) -> list[PredictedPlan]:
@@ -107,6 +108,7 @@ def rank_plans(
         compression: whether compressed plans may be proposed.
         exclude: topologies that no message may use, such as ``shared_memory`` if the ranks cannot share memory.
         native_only: whether dense messages may use only the backend's collectives, two-level ones included, as on GPUs.
+        overlaps: whether steps overlap with the next forward pass (``overlap="step"``), and are predicted so.
         seed: seed of all random draws.
         clock: gives seconds.
 
@@ -121,7 +123,7 @@ def rank_plans(
     budget = _Budget(clock, seconds)
     semantics: Semantics = "compressed" if compression else "exact"
     space = _SelectionSpace(workload, cluster, semantics, exclude, native_only, bucket_bytes)
-    population = Population(space, constants or Constants(), _POPULATION, native_only, budget.is_spent)
+    population = Population(space, constants or Constants(), _POPULATION, native_only, budget.is_spent, overlaps)
     selection = _Selection(space, population, budget, keep, Random(seed))
     selection.add_defaults()
     if searches:

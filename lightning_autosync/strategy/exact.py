@@ -24,7 +24,7 @@ from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
-from lightning_autosync.strategy.overlap import WaitLog, defer_steps_of, make_overlap
+from lightning_autosync.strategy.overlap import WaitLog, can_overlap, defer_steps_of, make_overlap, reading_forms
 from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
@@ -72,7 +72,8 @@ class ExactReplica(Replica):
         self._group = group
         self._memory: ParameterStates = {}
         self._planned: dict[str, nn.Parameter] = {}
-        self._tuning = JobTuning(module, settings, nodes, devices, group, links)
+        overlaps = settings.overlap if can_overlap(module) else None
+        self._tuning = JobTuning(module, replace(settings, overlap=overlaps), nodes, devices, group, links)
         self._tuning.resolve()
         broadcast_tensors(_initial_state(module, settings.initial_buffers), group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
@@ -305,7 +306,8 @@ class ExactReplica(Replica):
 
     def _end_backward(self) -> None:
         if self._shares is not None and self._engine is not None:
-            self._shares.end_backward(self._engine.waits == "parameters" and not self._engine.changed)
+            overlaps = self._engine.waits == "parameters" and not self._engine.changed
+            self._shares.end_backward(overlaps, steady=not self._tuning.trying)
 
     def _begin_pass(self) -> None:
         """Compare parameters at the first gradient of a pass, where no `backward` did so before the pass.
@@ -402,7 +404,8 @@ class ExactReplica(Replica):
     def _reserve(self, schedule: Schedule, connect_timeout: float, control: dist.ProcessGroup | None) -> Resources:
         """Open the resources of an engine on any thread, while another engine works; collective over ``control``."""
         options = {**self._shared_options, "connect_timeout": connect_timeout, "control": control}
-        return Resources(dict(self._planned), self._ordered(schedule), **options)
+        with reading_forms():
+            return Resources(dict(self._planned), self._ordered(schedule), **options)
 
     @property
     def _shared_options(self) -> dict[str, Any]:
@@ -437,7 +440,7 @@ class ExactReplica(Replica):
         if self._overlap is None:
             return
         follows = self._shares is not None and self._shares.waits_at_end
-        reasons = self._parameters.active, self._tuning.trying, self._weights.is_due, follows
+        reasons = self._parameters.active, self._tuning.waits_at_end, self._weights.is_due, follows
         engine.waits = "backward" if any(reasons) else "parameters"
         self._waits.tell(*reasons)
 

@@ -12,9 +12,10 @@ from lightning_autosync.measure.bench.settings import BucketCap, DDPSweep
 from lightning_autosync.measure.models.model import MIB, with_kind
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.plan.traffic import sent_bytes
-from lightning_autosync.replay import Constants, Replay, least_step
+from lightning_autosync.replay import Constants, Replay, least_step, overlapped_step_time
+from lightning_autosync.replay.shares import micro_batched, shared_step_time
 from lightning_autosync.report.gain import CHOICE, GainResult, GainRow, Kind
-from lightning_autosync.report.predict import CUT_BOUND, overlapped_step_time, shared_step_time
+from lightning_autosync.report.predict import CUT_BOUND
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.tuning.proposals import JobLinks, order_plans, search_plans
 from lightning_autosync.strategy.tuning.settings import TuningSettings
@@ -52,6 +53,7 @@ def predict_gain(
     constants: Constants,
     ddp: DDPSweep,
     tuning: TuningSettings,
+    micro_batches: tuple[int, int] | None = None,
 ) -> GainResult:
     """Predict a step of DDP, of AutoSync's choice with each option that applies, of each builder, and the bound.
 
@@ -61,17 +63,19 @@ def predict_gain(
         constants: constants of the hosts.
         ddp: settings of DDP. The replay distinguishes only sizes of buckets.
         tuning: settings of the search for AutoSync's choice.
+        micro_batches: the samples of a data loader's batch and of a micro-batch, for a row with both.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
-        DocumentError: the cluster has one rank only.
+        DocumentError: the cluster has one rank only, or the global batch no whole number of micro-batches.
     """
     if cluster.world_size == 1:
         raise DocumentError(f"cluster: '{cluster.name}' has one rank, so nothing is synchronized; give two or more")
     replay = Replay(workload, cluster, constants)
     settings = _of_ddp(workload, cluster, constants, ddp)
     plan, reason = choose_without_trials(workload, cluster, constants, tuning)
-    chosen = _of_choice(plan, workload, cluster, replay, constants)
+    other, _ = choose_without_trials(workload, cluster, constants, tuning, overlaps=True)
+    chosen = _of_choice(plan, other, workload, cluster, replay, constants, micro_batches)
     built, left_out = _of_builders(workload, cluster, replay)
     bound = least_step(workload, cluster, constants.framing, constants.burst)
     least, best = _Price("bound", "bound", bound.seconds), settings[0].seconds
@@ -89,11 +93,18 @@ def predict_gain(
 
 
 def choose_without_trials(
-    workload: Workload, cluster: ClusterSpec, constants: Constants, tuning: TuningSettings
+    workload: Workload, cluster: ClusterSpec, constants: Constants, tuning: TuningSettings, overlaps: bool = False
 ) -> tuple[SyncPlan, str]:
     """The plan by which a job on CPUs begins if its user gives none, with the reason.
 
     A job chooses before its first step, so it knows neither the times of the computation nor the touched rows.
+
+    Args:
+        workload: the parameters.
+        cluster: the cluster of the job.
+        constants: constants of the hosts.
+        tuning: settings of the search.
+        overlaps: whether steps overlap with the next forward pass (``overlap="step"``).
     """
     unknown = {"ready": None, "rows": None}
     workload = workload.model_copy(
@@ -105,7 +116,7 @@ def choose_without_trials(
     if len(cluster.nodes) == 1 or not cluster.measured:
         return choose_plan(workload, cluster, known=True, shares_cores=True)
     links = JobLinks(cluster, constants, origin=f"cluster '{cluster.name}'")
-    found = order_plans(search_plans(workload, links, tuning), links)
+    found = order_plans(search_plans(workload, links, tuning, overlaps=overlaps), links, overlaps)
     return found.plans[0].plan, found.reason
 
 
@@ -132,19 +143,26 @@ def _bucket_sizes(cap: BucketCap) -> dict[str, Any]:
 
 
 def _of_choice(
-    plan: SyncPlan, workload: Workload, cluster: ClusterSpec, replay: Replay, constants: Constants
+    plan: SyncPlan,
+    overlapping: SyncPlan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    replay: Replay,
+    constants: Constants,
+    micro_batches: tuple[int, int] | None,
 ) -> Iterator[_Price]:
-    """AutoSync's choice alone, with overlap, and with batch shares where nodes have different speeds."""
-    schedule = compile_plan(plan, workload, cluster)
-    prediction = replay.predict(schedule)
-    times: dict[Kind, float | None] = {
-        "choice": prediction.step_time,
-        "overlap": overlapped_step_time(schedule, workload, replay, prediction),
-        "shares": shared_step_time(schedule, workload, cluster, constants),
-    }
-    for kind, seconds in times.items():
-        if seconds is not None:
-            yield _Price(kind, CHOICE[kind], seconds, plan, schedule)
+    """AutoSync's choice alone, its choice with overlap, batch shares where nodes differ in speed, and micro-batches."""
+    schedule, other = (compile_plan(each, workload, cluster) for each in (plan, overlapping))
+    yield _Price("choice", CHOICE["choice"], replay.predict(schedule).step_time, plan, schedule)
+    seconds = overlapped_step_time(other, workload, replay)
+    yield _Price("overlap", CHOICE["overlap"], seconds, overlapping, other)
+    shared = shared_step_time(schedule, workload, cluster, constants)
+    if shared is not None:
+        yield _Price("shares", CHOICE["shares"], shared, plan, schedule)
+    if micro_batches is not None:
+        found = micro_batched(schedule, workload, cluster, constants, *micro_batches)
+        name = f"{CHOICE['shares']}, micro_batch={found.samples} ({found.told})"
+        yield _Price("micro_batches", name, found.step_time, plan, schedule)
 
 
 def _of_builders(workload: Workload, cluster: ClusterSpec, replay: Replay) -> tuple[list[_Price], dict[str, str]]:

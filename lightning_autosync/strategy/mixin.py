@@ -326,11 +326,11 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
 
         partial.backward(run, loss, self._loss_factor)
 
-    def _accumulate_part(self, loss: Tensor) -> None:
+    def _accumulate_part(self, loss: Tensor, **also: Any) -> None:
         """Make the backward pass of the loss of a part of a batch, which is not synchronized."""
         assert self._replica is not None
         with accumulation(self._replica), self._replica.backward(self._scaler):
-            self.precision_plugin.backward(loss * self._loss_factor, self._trainer.lightning_module, None)
+            self.precision_plugin.backward(loss * self._loss_factor, self._trainer.lightning_module, None, **also)
 
     @property
     def _loss_factor(self) -> float:

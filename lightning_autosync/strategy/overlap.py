@@ -20,7 +20,7 @@ from lightning_autosync.workload.description import COMPILED
 _WAIT = "steps wait for gradients at the end of the backward pass"
 _REASONS = (
     f"for a while, because parameters were frozen, unfrozen or replaced (until {CALM} steps bring no other change)",
-    "while other plans are tried",
+    "in the first steps, which show the time of the computation, by which other plans are predicted",
     "in each step in which weights are compared (check_replicas)",
     "in the first steps with batch_shares='auto', and in each after which shares change",
 )
@@ -46,6 +46,11 @@ def defer_steps_of(optimizers: Iterable[Optimizer]) -> None:
             rank_zero_info(f"AutoSync: overlap: {_WAIT}, because {reason}")
 
 
+def can_overlap(module: nn.Module) -> bool:
+    """Whether the steps of a module's parameters can overlap."""
+    return not _why_not(module)
+
+
 class WaitLog:
     """Tells on rank 0, once for each reason, why the steps of a job that overlaps wait at times."""
 
@@ -53,7 +58,7 @@ class WaitLog:
         self._told = [False] * len(_REASONS)
 
     def tell(self, *holds: bool) -> None:
-        """Note the reasons of a step that waits: changed parameters, trials, a comparison of weights, and shares."""
+        """Note the reasons of a step that waits: changed parameters, tuning, a comparison of weights, and shares."""
         for place, holding in enumerate(holds):
             if holding and not self._told[place]:
                 self._told[place] = True
@@ -65,6 +70,11 @@ def reading_past_failures(module: nn.Module | None) -> AbstractContextManager[An
     if module is not None and any(due_of(parameter) is not None for parameter in module.parameters()):
         return cast(AbstractContextManager[Any], torch._C.DisableTorchFunctionSubclass())
     return nullcontext()
+
+
+def reading_forms() -> AbstractContextManager[Any]:
+    """A context in which this thread reads shapes and layouts of parameters, and waits for no step that is due."""
+    return cast(AbstractContextManager[Any], torch._C.DisableTorchFunctionSubclass())
 
 
 def _tell_reader(reader: str) -> None:

@@ -2,13 +2,16 @@
 
     python -m tests.benchmarks.step_overlap [ROUNDS] [MBIT_PER_SECOND] [MODEL ...]
 
-Four ranks, each on a link of 1000 Mbit/s by default. A model of the catalogue is scaled to 28 MB, and its computation
-is paced layer by layer to take as long as its gradients need on the wire. A layer's time includes that of copying its
-gradients. SGD steps the real parameters. DDP first runs with several bucket caps. Its fastest then takes turns with the
-computation alone, which has no synchronization, and with the engine: on trees without overlap and with it, and with
-overlap on the backend's own all-reduces. Gradients of all contenders are views of their buffers. The first step of each
-turn is not timed, so that timed steps begin and end with the same sums under way. The table has the median milliseconds
-of a step of the slowest rank, the speedups of overlap, and bounds: of steps that wait, and of steps that overlap.
+Four ranks, each on a link of 1000 Mbit/s by default. A model of the catalogue is scaled to 28 MB, with dense gradients
+of embeddings, and its computation is paced layer by layer to take as long as its gradients need on the wire. A layer's
+time includes that of copying its gradients. SGD steps the real parameters. DDP first runs with several bucket caps. Its
+fastest then takes turns with the computation alone, which has no synchronization, and with the engine, without overlap
+and with it. The engine's plan is the one by which a job with ``AutoSyncStrategy(overlap="step")`` begins on these
+links, before it knows its computation.
+Gradients of all contenders are views of their buffers. The first step of each turn is not timed, so that timed steps
+begin and end with the same sums under way. The table has the median milliseconds of a step of the slowest rank, the
+speedups of overlap, the step that the replay predicts with overlap, and bounds: of steps that wait, and of steps that
+overlap.
 """
 
 from __future__ import annotations
@@ -32,13 +35,22 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine, StepOverlap, defer_steps
 from lightning_autosync.engine.engine import Waits
+from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.models.model import with_kind
 from lightning_autosync.measure.workers import WorkerPool
-from lightning_autosync.plan import compile_plan
-from lightning_autosync.plan.builders.all_reduce import all_reduce
-from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method
+from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.schedule import first_parameters_first
-from lightning_autosync.replay import least_overlapped_step, least_step, synchronization_bound
+from lightning_autosync.replay import (
+    Constants,
+    Replay,
+    least_overlapped_step,
+    least_step,
+    overlapped_step_time,
+    synchronization_bound,
+)
+from lightning_autosync.strategy.gain import choose_without_trials
+from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Variable, Workload, catalogue, variable_names
 from lightning_autosync.workload.scaling import scaled, with_compute
 
@@ -46,7 +58,6 @@ MODELS = ("vgg16", "gpt")
 BYTES = 28e6
 FRAMING = 1514 / 1448
 CAPS = (1, 2, 5, 10, 25)
-NATIVE_BUCKET = 2 * 2**20
 STEPS = 4
 
 
@@ -140,11 +151,12 @@ def set_up(
     name: str,
     workload: dict[str, Any],
     rate: int,
-    kind: Literal["alone", "ddp", "trees", "native"],
+    kind: Literal["alone", "ddp", "engine"],
     cap: float | None = None,
+    plan: dict[str, Any] | None = None,
     overlap: bool = False,
 ) -> None:
-    """Make a contender: no synchronization, DDP with a bucket ``cap`` in MiB, or the engine."""
+    """Make a contender: no synchronization, DDP with a bucket ``cap`` in MiB, or the engine with a ``plan``."""
     described, cluster = Workload.from_dict(workload), equal_links(rate)
     torch.manual_seed(0)
     module: nn.Module = PacedLayers(described)
@@ -153,15 +165,11 @@ def set_up(
     called = module
     if kind == "ddp":
         called = DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=True, static_graph=True)
-    elif kind != "alone":
+    elif plan is not None:
         # The module's names differ from the workload's, in which the plan is made.
         names = [variable.name for variable in described.variables]
         renamed = [(name, parameter) for name, (_, parameter) in zip(names, variable_names(module), strict=True)]
-        if kind == "native":
-            plan = all_reduce(described, cluster, bucket_bytes=NATIVE_BUCKET)
-        else:
-            plan = link_method(described, cluster).build(described, cluster, bucket_bytes=LINK_BUCKET)
-        schedule = compile_plan(plan, described, cluster)
+        schedule = compile_plan(SyncPlan.from_dict(plan), described, cluster)
         if overlap:
             schedule = first_parameters_first(schedule, names)
         waits: Waits = "parameters" if overlap else "backward"
@@ -202,7 +210,9 @@ def slowest(found: list[list[float]]) -> float:
     return max(sum(steps) / len(steps) for steps in found)
 
 
-def compare(pool: WorkerPool, workload: Workload, rate: int, rounds: int) -> tuple[str, dict[str, float]]:
+def compare(
+    pool: WorkerPool, workload: Workload, plan: SyncPlan, rate: int, rounds: int
+) -> tuple[str, dict[str, float]]:
     """The name of the fastest DDP, and the median seconds of a step by contender."""
     given = {"workload": workload.to_dict(), "rate": rate}
     caps = [f"ddp {cap}" for cap in CAPS]
@@ -213,10 +223,9 @@ def compare(pool: WorkerPool, workload: Workload, rate: int, rounds: int) -> tup
     for name in set(caps) - {best}:
         pool.run(close, name=name)
     pool.run(set_up, name="alone", kind="alone", **given)
-    pool.run(set_up, name="waits", kind="trees", **given)
-    pool.run(set_up, name="overlaps", kind="trees", overlap=True, **given)
-    pool.run(set_up, name="native", kind="native", overlap=True, **given)
-    names = [best, "alone", "waits", "overlaps", "native"]
+    for name in ("waits", "overlaps"):
+        pool.run(set_up, name=name, kind="engine", plan=plan.to_dict(), overlap=name == "overlaps", **given)
+    names = [best, "alone", "waits", "overlaps"]
     found = take_turns(pool, names, rounds, STEPS)
     for name in names:
         pool.run(close, name=name)
@@ -235,33 +244,36 @@ def take_turns(pool: WorkerPool, names: Sequence[str], rounds: int, steps: int) 
 
 
 HEADINGS = (
-    "model", "DDP (cap)", "waits", "overlap", "native", "over DDP", "native over DDP", "over waits", "alone",
-    "bound, waits", "bound",
+    "model", "DDP (cap)", "waits", "overlap", "over DDP", "over waits", "predicted", "alone", "bound, waits", "bound",
 )  # fmt: skip
 
 
 def main(rounds: int = 6, rate: int = 1000, *models: str) -> None:
     """Measure, and print a table."""
-    cluster = equal_links(rate)
+    cluster, constants = equal_links(rate), Constants(cores=usable_cores())
     table = Table(*HEADINGS, title=f"milliseconds of a step on four equal links of {rate} Mbit/s")
     here = [Path(__file__).parents[2]]
     with EmulatedLaunch(cluster) as launch, WorkerPool(4, launch, extra_paths=here) as pool:
         for model in models or MODELS:
             workload = catalogue.build(model)
+            workload = with_kind(workload, {variable.name for variable in workload.variables}, "dense")
             workload = scaled(workload, BYTES / workload.bytes)
             workload = with_compute(workload, synchronization_bound(workload, cluster, FRAMING))
-            best, found = compare(pool, workload, rate, rounds)
+            plan, reason = choose_without_trials(workload, cluster, constants, TuningSettings(), overlaps=True)
+            schedule = compile_plan(plan, workload, cluster)
+            predicted = overlapped_step_time(schedule, workload, Replay(workload, cluster, constants))
+            best, found = compare(pool, workload, plan, rate, rounds)
             bounds = least_step(workload, cluster, FRAMING).seconds, least_overlapped_step(workload, cluster, FRAMING)
-            times = (found[name] for name in ("waits", "overlaps", "native"))
-            pairs = ((best, "overlaps"), (best, "native"), ("waits", "overlaps"))
+            times = (found["waits"], found["overlaps"])
+            pairs = ((best, "overlaps"), ("waits", "overlaps"))
             table.add_row(
                 model,
                 f"{1e3 * found[best]:.0f} ({best.split()[1]})",
                 *(f"{1e3 * seconds:.0f}" for seconds in times),
                 *(f"{found[one] / found[other]:.2f}" for one, other in pairs),
-                *(f"{1e3 * seconds:.0f}" for seconds in (found["alone"], *bounds)),
+                *(f"{1e3 * seconds:.0f}" for seconds in (predicted, found["alone"], *bounds)),
             )
-            print(model, found, flush=True)
+            print(f"{model}: {reason}\n{found}, predicted {predicted:.3f}", flush=True)
     Console(width=140).print(table)
 
 

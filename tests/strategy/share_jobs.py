@@ -374,12 +374,26 @@ class Clock:
         return self.seconds
 
 
+def slows_down_in_trials(**arguments: Any) -> dict[str, Any]:
+    """`slows_down` with overlap, while the job tries plans all the time."""
+    strategy = {"cluster": ClusterSpec.uniform(4, bandwidth="1 Gbit/s", name="four"), "tuning": tuning_jobs.SHORT}
+    with tuning_jobs.scripted_switches(every=9) as switches:
+        found = slows_down(overlap="step", **strategy, **arguments)
+    return {**found, "switches": len(switches)}
+
+
 def slows_down(
-    workers: int = 0, begin: int = 0, fabric: bool = False, sampler: str = "shuffle", overlap: str | None = None
+    workers: int = 0,
+    begin: int = 0,
+    fabric: bool = False,
+    sampler: str = "shuffle",
+    overlap: str | None = None,
+    **strategy: Any,
 ) -> dict[str, Any]:
     """Samples of the last rank by batch, whose computation takes four times as long from batch ``begin`` on.
 
-    With overlap, the other ranks wait for each message, the less the fewer samples the last rank has.
+    With overlap, the other ranks wait for each message, the less the fewer samples the last rank has. Other options are
+    those of the strategy of a Trainer.
     """
     clock, rank = Clock(), dist.get_rank()
 
@@ -401,17 +415,17 @@ def slows_down(
             seen, lost = slows_down_in_fabric(compute, workers, overlap)
         else:
             batches = max(begin, (begin + 24) // 2)  # of an epoch, so that the shares have changed before two are over
-            seen, lost = slows_down_in_trainer(compute, batches, workers, sampler, overlap)
+            seen, lost = slows_down_in_trainer(compute, batches, workers, sampler, overlap=overlap, **strategy)
     return {"samples": seen, "lost": lost}
 
 
 def slows_down_in_trainer(
-    compute: Any, batches: int, workers: int, sampler: str, overlap: str | None
+    compute: Any, batches: int, workers: int, sampler: str, **strategy: Any
 ) -> tuple[list[int], float]:
     samples = 16 * batches + (0 if sampler == "stream" else 3)
     module = make_module(sampler=sampler, workers=workers, samples=samples)
     module.compute = compute
-    fit(module, max_epochs=2, strategy={"batch_shares": "auto", "overlap": overlap})
+    fit(module, max_epochs=2, strategy={"batch_shares": "auto", **strategy})
     made = [len(numbers) if total == 16 else -1 for _, numbers, total in module.seen]
     return gather_json(made)[-1], float(gathered(module, 2) != [list(range(samples))] * 2)
 
@@ -450,8 +464,11 @@ class Breaks(torch.autograd.Function):
         return gradients
 
 
-def runs_out_of_memory(where: str) -> dict[str, Any]:
-    """Training with memory for a single sample on the last rank, found out in steps: for four, for two, for one."""
+def runs_out_of_memory(where: str, micro_batch: int | None = None) -> dict[str, Any]:
+    """Training with memory for a single sample on the last rank, found out in steps: for four, for two, for one.
+
+    With micro-batches, that is for two and for one. ``share`` is the number of samples of this rank at the end.
+    """
     last = dist.get_rank() == dist.get_world_size() - 1
     module = make_module(samples=16 * 12)
 
@@ -465,11 +482,13 @@ def runs_out_of_memory(where: str) -> dict[str, Any]:
     if last and where == "backward":
         module.network[0].register_forward_hook(lambda _, __, output: Breaks.apply(output))
     with mock.patch.object(auto, "now", clock):
-        fit(module, max_epochs=1, strategy={"batch_shares": "auto"}, accumulate_grad_batches=2)
+        strategy = {"batch_shares": "auto", "micro_batch": micro_batch}
+        trainer = fit(module, max_epochs=1, strategy=strategy, accumulate_grad_batches=2)
     counted = [len(numbers) for _, numbers, _ in module.seen]
     return {
         "distance": distance(module.network, one_process(1, 2, 1e9, 16 * 12)),
         "samples": gather_json(counted)[-1][-3:],
+        "share": gather_json(trainer.strategy._shares.cut.samples)[-1],
         "loss": float(module.trainer.callback_metrics["loss_epoch"]),
     }
 

@@ -99,6 +99,14 @@ def test_a_rank_that_slows_down_gets_fewer_samples_within_20_steps(quartet, argu
         assert not found["lost"]
 
 
+def test_shares_follow_speed_while_plans_are_tried_on_steps_that_overlap(quartet) -> None:
+    for found in quartet.run(share_jobs.slows_down_in_trials, begin=25):
+        assert set(found["samples"][:25]) == {4}
+        assert set(found["samples"][45:-1]) <= {1, -1}
+        assert found["switches"] >= 2
+        assert not found["lost"]
+
+
 def test_shares_of_micro_batches_follow_speed(quartet) -> None:
     for found in quartet.run(share_jobs.micro_batches_follow_speed):
         assert found["samples"][0] == 4
@@ -149,6 +157,15 @@ def test_a_rank_without_memory_computes_in_parts_and_gets_a_smaller_share(quarte
     for found in quartet.run(share_jobs.runs_out_of_memory, where=where):
         assert found["distance"] < 1e-6
         assert found["samples"] == [1, 1, 1]
+        assert found["loss"] > 0
+
+
+@pytest.mark.parametrize("where", sweep(["forward", "backward"], ["backward"]))
+def test_a_rank_without_memory_for_a_micro_batch_gets_fewer_of_them(quartet, where: str) -> None:
+    for found in quartet.run(share_jobs.runs_out_of_memory, where=where, micro_batch=2):
+        assert found["distance"] < 1e-6
+        assert found["samples"] == [1, 1, 1]
+        assert found["share"] == 2
         assert found["loss"] > 0
 
 

@@ -104,8 +104,16 @@ def test_plans_are_not_tried_with_tuning_off(duo) -> None:
     assert all(each == 0 for each in duo.run(tuning_jobs.switches_with, tuning="off"))
 
 
-def test_fabric_equals_ddp_with_many_switches(duo) -> None:
-    for found in duo.run(tuning_jobs.fabric):
+def test_plans_are_tried_on_steps_that_overlap(duo) -> None:
+    for found in duo.run(tuning_jobs.overlapping_trials):
+        assert found["distance"] < 1e-5
+        assert found["switches"] >= 10
+        assert sum(found["overlapped"]) > 0.9 * len(found["overlapped"]) > 10
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": "step"}], ids=str)
+def test_fabric_equals_ddp_with_many_switches(duo, options: dict[str, Any]) -> None:
+    for found in duo.run(tuning_jobs.fabric, **options):
         assert found["distance"] < 1e-5
         assert found["switches"] >= 10
 

@@ -161,10 +161,25 @@ def outcome() -> dict[str, Any]:
     return {**found, "plan": strategy.plan.fingerprint, "report": report.to_dict()}
 
 
-def fabric() -> dict[str, Any]:
+def overlapping_trials() -> dict[str, Any]:
+    """Like `compare`, with ``overlap="step"``, and which passes in trials ended their backward pass without a wait."""
+    overlapped, after_pass = list[bool](), LiveTuner.after_pass
+
+    def note(self: LiveTuner) -> str:
+        tries = self._tuner.trying is not None and self._tuner.opening is None
+        reason = after_pass(self)
+        overlapped.extend([self.trace.overlapped] * tries)
+        return reason
+
+    with mock.patch.object(LiveTuner, "after_pass", note):
+        found = compare("Plain", {"overlap": "step"})
+    return {**found, "overlapped": overlapped}
+
+
+def fabric(**options: Any) -> dict[str, Any]:
     """Like `compare`, with Fabric and plain backward passes."""
     with counted_switches() as switches:
-        ours = _train_with_fabric(AutoSyncFabricStrategy(cluster=PAIR, tuning=SHORT))
+        ours = _train_with_fabric(AutoSyncFabricStrategy(cluster=PAIR, tuning=SHORT, **options))
     theirs = _train_with_fabric(FabricDDP())
     return {"distance": jobs.distance(ours, theirs), "switches": len(switches)}
 

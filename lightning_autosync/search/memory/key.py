@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
@@ -26,6 +26,7 @@ class TuningKey(Record):
         device: type of the devices that compute, for example ``cpu`` or ``cuda``.
         semantics: the least exact semantics that the job allows.
         bucket_bytes: bytes of a fused message; None for the builders' own size.
+        overlap: ``step`` if steps overlap with the next forward pass.
         package: version of this package.
         torch: the first two numbers of torch's version.
     """
@@ -35,6 +36,7 @@ class TuningKey(Record):
     device: Text
     semantics: Semantics = "exact"
     bucket_bytes: Count | None = None
+    overlap: Literal["step"] | None = None
     package: Text
     torch: Annotated[str, Field(pattern=r"^\d{1,9}\.\d{1,9}$")]
 
@@ -46,6 +48,7 @@ class TuningKey(Record):
         device: str,
         semantics: Semantics = "exact",
         bucket_bytes: int | None = None,
+        overlap: Literal["step"] | None = None,
     ) -> TuningKey:
         """The key of a job that runs with the installed versions; the arguments are the attributes of this class.
 
@@ -58,6 +61,7 @@ class TuningKey(Record):
             device=device,
             semantics=semantics,
             bucket_bytes=bucket_bytes,
+            overlap=overlap,
             package=version("lightning-autosync"),
             torch=".".join(version("torch").split(".")[:2]),
         )

@@ -6,9 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_autosync.engine.collectives import OWN_GROUP, all_gather_single, group_device
+from lightning_autosync.engine.collectives import all_gather_single, group_device, separate_group
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.log import rank_zero_info
@@ -28,18 +26,17 @@ from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.sampler import Position, SharedBatchSampler
 from lightning_autosync.strategy.shares.streams import ChangingStreamBatches, StreamBatches, cut_stream_anew
 
-EVERY = 3
-"""Synchronized passes between two exchanges of times, after the first ones."""
+EVERY, CALM = 3, 9
+"""Synchronized passes between two exchanges of times, after the first ones; and when shares have not changed for long:
+each exchange costs CPU time, which ranks lack that share cores."""
+KEPT = 6
+"""Last passes whose times are exchanged: two windows of the decision, so that one exchange can answer a slow rank."""
 
 _Times = tuple[float, float, float]
 """Samples of this rank in a pass, seconds of its computation, and seconds of the step."""
 
 now = time.perf_counter
 """The clock; tests replace it."""
-
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""The group in which ranks agree with overlap, by default group; later trainings of the process use it again."""
 
 
 class AutoShares(BatchShares):
@@ -86,17 +83,18 @@ class AutoShares(BatchShares):
                 return counts if sum(counts) == total else divide(total, counts, self.unit)
         return divide(total, (1.0,) * len(self.shares), self.unit)
 
-    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[[Tensor], None]) -> None:
+    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[..., None]) -> None:
         """See `BatchShares`; steps of automatic optimization for which memory does not suffice may be divided.
 
-        A `SyncBatchNorm` communicates in each forward pass, so steps with one are not divided. Micro-batches have the
-        size that the user chose.
+        A `SyncBatchNorm` communicates in each forward pass, so steps with one are not divided.
         """
         super().begin_training(module, replica, backward)
         synchronized = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-        if self.micro_batches is not None or not module.automatic_optimization or synchronized:
+        if not module.automatic_optimization or synchronized:
             return
         self.partial = PartialSteps(module, lambda: accumulation(replica), replica.scale.begin, replica.scale.arrived)
+        if self.micro_batches is not None:
+            self.micro_batches.memory, self.partial.calls = self.partial, self.micro_batches.calls
 
     def _cut_stream(self, loader: DataLoader[Any]) -> StreamBatches:
         assert loader.batch_size is not None
@@ -119,17 +117,13 @@ class AutoShares(BatchShares):
         return self._overlaps and (self._begins or self._next_change is not None)
 
     def overlap(self, timeout: float) -> None:
-        # Ranks make these operations at different places between those of the default group.
-        assert dist.group.WORLD is not None
-        if dist.group.WORLD not in _groups:
-            _groups[dist.group.WORLD] = dist.new_group(timeout=timedelta(seconds=timeout), group_desc=OWN_GROUP)
-        self._group = _groups[dist.group.WORLD]
+        self._group = separate_group(timeout)
         self._overlaps = self._begins = True
 
-    def end_backward(self, overlaps: bool) -> None:
+    def end_backward(self, overlaps: bool, steady: bool) -> None:
         self._busy = self._now() - self._begun
         # A pass that overlaps will end within the next batch, and the waits of the one before it were in this batch.
-        self._ended = self._times(now() - self._started) if overlaps else None
+        self._ended = self._times(now() - self._started if steady else math.nan) if overlaps else None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -153,7 +147,7 @@ class AutoShares(BatchShares):
             times = self._times(now() - self._started if steady else math.nan)
             if self._overlaps and not self._begins:
                 times = 0, math.nan, math.nan
-        self._measured = [*self._measured, times][-EVERY:]
+        self._measured = [*self._measured, times][-KEPT:]
         return at_end
 
     def _times(self, step: float) -> _Times:
@@ -201,15 +195,16 @@ class AutoShares(BatchShares):
         elif 1 < self._passes_done <= FIRST_PASSES:
             self._exchange()
             self._decide()  # at once: the sooner shares change, the fewer steps wait for a slow rank
-        elif self._passes_done % EVERY == 0:
+        elif self._passes_done % (CALM if self._balancer.is_calm else EVERY) == 0:
             self._exchange()
 
     def _exchange(self) -> None:
         """Start to tell other ranks the times of this one."""
-        missing = EVERY - len(self._measured)
+        missing = KEPT - len(self._measured)
         times = [value for each in self._measured for value in each] + [math.nan] * (3 * missing)
         self._measured = []
-        bound = math.inf if self.partial is None else self.partial.limit
+        limited = self.micro_batches or self.partial
+        bound = math.inf if limited is None else limited.limit
         own = torch.tensor([[bound, *times]], dtype=torch.float64, device=group_device(self._group))
         table = own.new_zeros(len(self.shares), own.shape[1])
         self._under_way = (table, all_gather_single(table, own, self._group, async_op=True))

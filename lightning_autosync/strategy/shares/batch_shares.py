@@ -72,7 +72,7 @@ class BatchShares:
         present: the present batch.
         needs_batches: whether a module has a ``loss_weight``, which takes batches.
         open_passes: number of passes over loaders that have begun and not ended, under Fabric.
-        partial: computes steps for which memory does not suffice; None if they end the job.
+        partial: computes steps, or their micro-batches, for which memory does not suffice; None if they end the job.
         micro_batches: computes steps in parts of ``micro_batch`` samples; None if they are not, and under Fabric.
     """
 
@@ -140,7 +140,7 @@ class BatchShares:
 
     # Steps
 
-    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[[Tensor], None]) -> None:
+    def begin_training(self, module: nn.Module, replica: Any, backward: Callable[..., None]) -> None:
         """Begin training under a Trainer.
 
         Args:
@@ -361,11 +361,12 @@ class BatchShares:
             timeout: seconds to wait for other ranks.
         """
 
-    def end_backward(self, overlaps: bool) -> None:
+    def end_backward(self, overlaps: bool, steady: bool) -> None:
         """Called at the end of a synchronized backward pass, before this rank waits for others.
 
         Args:
             overlaps: whether it waits within the forward pass of the next batch.
+            steady: see `end_pass`.
         """
 
     def end_pass(self, steady: bool) -> None:

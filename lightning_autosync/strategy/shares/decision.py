@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_autosync.strategy.shares.balance import Line, balance, fit_line
+from lightning_autosync.replay.balance import Line, balance, fit_line
 from lightning_autosync.strategy.shares.cuts import divide
 
 _WINDOWS = ((3, 3, 1.25), (6, 6, 1.05), (12, 12, 1.05))
@@ -110,6 +110,11 @@ class Balancer:
     def on_trial(self) -> bool:
         """Whether the last change has not proved itself yet."""
         return self._trial is not None
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether many passes have not changed shares."""
+        return self._trial is None and len(self._recent) == _MOST
 
     def forget(self) -> None:
         """Forget past passes, because steps from now on take other times; their noise is kept."""

@@ -143,6 +143,36 @@ class PartialSteps:
         finally:
             self._direct = self.calls.number > 0
 
+    # Steps whose batches are cut in any case (see `MicroBatches`), which may have to be cut into smaller parts
+
+    def begin(self) -> None:
+        """Begin a step whose parts the caller computes."""
+        self._collective, self._direct = "", False
+
+    def smaller(self, error: Exception, batch: Any, samples: int) -> list[Part]:
+        """The parts in which to compute a part of a batch whose forward pass has failed with ``error``.
+
+        Raises:
+            Exception: ``error``, if it is no lack of memory, or the part cannot be cut.
+        """
+        if not self._can_repeat(batch, samples, error):
+            raise error
+        self._shrink(samples, error)
+        return self._parts(batch, samples)
+
+    def accumulate(
+        self, compute: Callable[[Any], Any], run: Callable[..., None], loss: Tensor, batch: Any, samples: int
+    ) -> None:
+        """The backward pass of the loss of a part, by ``run``, which only accumulates gradients."""
+        left = self._attempt(run, loss, batch, samples)
+        if left is not None:
+            _free(loss)
+            self._in_parts(_Backward(compute, run), (batch, samples, 1.0), left, False)
+
+    def keep_last(self, compute: Callable[[Any], Any], loss: Tensor, batch: Any, samples: int) -> None:
+        """Let `backward` make the backward pass of the last part of the step, whose loss is ``loss``."""
+        self._step = _Step(compute, batch, samples, loss)
+
     def backward(self, run: Callable[..., None], loss: Tensor, factor: float) -> None:
         """The backward pass of the step.
 
@@ -156,17 +186,23 @@ class PartialSteps:
             run(loss)
             return
         self._collective = ""  # parts log nothing, so they repeat no reduction of a logged value
-        left = self._trained()
+        left: list[nn.Parameter] | None = self._trained()
         if not step.divided:
-            try:
-                self._track()
-                run(loss)
-            except Exception as error:
-                left = self._after(error, step.batch, step.samples, left)
-            else:
+            left = self._attempt(run, loss, step.batch, step.samples)
+            if left is None:
                 return
             _free(loss, step.loss)
+        assert left is not None
         self._in_parts(_Backward(step.compute, run), (step.batch, step.samples, factor), left, True)
+
+    def _attempt(self, run: Callable[..., None], loss: Tensor, batch: Any, samples: int) -> list[nn.Parameter] | None:
+        """Make a backward pass; the parameters whose gradients are missing if memory did not suffice, else None."""
+        try:
+            self._track()
+            run(loss)
+        except Exception as error:
+            return self._after(error, batch, samples, self._trained())
+        return None
 
     def _run(self, passes: _Backward, part: Part, left: list[nn.Parameter], final: bool) -> None:
         """Make the passes of a part of a batch; in smaller parts, if memory does not suffice.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, Protocol
@@ -13,6 +15,7 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares.cuts import MICRO_BATCH
 from lightning_autosync.strategy.shares.direct_calls import DirectCalls
 from lightning_autosync.strategy.shares.losses import loss_weight_of
+from lightning_autosync.strategy.shares.memory import PartialSteps
 from lightning_autosync.strategy.shares.part_logs import PartLogs
 from lightning_autosync.strategy.shares.parts import IndivisibleError, Part, loss_of, parts_of
 
@@ -39,15 +42,28 @@ class MicroBatches:
 
     Attributes:
         calls: collective operations that a part calls directly.
+        memory: computes micro-batches in smaller parts, where memory does not suffice; None if that ends the job.
     """
 
-    def __init__(
-        self, module: nn.Module, size: int, backward: Callable[[Tensor], None], settle: Callable[[], None]
-    ) -> None:
+    def __init__(self, module: nn.Module, size: int, backward: Callable[..., None], settle: Callable[[], None]) -> None:
         self.size = size
         self.calls = DirectCalls()
+        self.memory: PartialSteps | None = None
+        self._limit = self._known = math.inf
+        self._samples = 0
         self._module, self._backward, self._settle = module, backward, settle
         self._held: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def limit(self) -> float:
+        """Most samples of a batch of this rank, in whole micro-batches; infinite as long as memory always sufficed.
+
+        Memory for a batch grows with its samples. So whenever memory runs out, its micro-batches become half as many.
+        """
+        if self.memory is not None and self.memory.limit < self._known:
+            self._known = self.memory.limit
+            self._limit = max(1, self._samples // (2 * self.size)) * self.size
+        return self._limit
 
     def forward(
         self, compute: Callable[[Any], Any], prepare: Callable[[], None], batch: Any, samples: int, cut: WeightedBatch
@@ -64,26 +80,51 @@ class MicroBatches:
         Raises:
             PlanError: the batch cannot be cut, a part has no loss, or it calls a collective operation.
         """
-        parts = divided(batch, samples, self.size, self._module)
+        self._samples, size = samples, self.size
+        if self.memory is not None:
+            self.memory.begin()
+            size = int(min(size, self.memory.limit))
+        parts = deque(divided(batch, samples, size, self._module))
         prepare()
         logs, loss = PartLogs(self._module), None
         with ExitStack() as apart:
-            for part, _, share in parts[:-1]:
-                cut.part = share
-                output = self._compute(compute, part, logs, share)
+            while True:
+                part = parts.popleft()
+                cut.part = share = part[2]
+                try:
+                    output = self._compute(compute, part[0], logs, share)
+                except Exception as error:
+                    parts.extendleft(reversed(self._smaller(error, part)))
+                    continue
+                if not parts:
+                    break
                 if loss is None:  # after a forward pass, beside which gradients may travel with overlap
                     apart.enter_context(self._apart_from_older())
                 loss = _added(loss, output, share)
                 if torch.is_grad_enabled() and output["loss"].requires_grad:
-                    self._backward(output["loss"])
-        last, _, share = parts[-1]
-        output = self._compute(compute, last, logs, share)
+                    self._accumulate(compute, output["loss"], part)
         cut.part = 1.0
         logs.log()
         cut.part = share
         whole = _added(loss, output, share)
         # The value is the whole batch's, and the gradient the last part's.
-        return {**output, "loss": output["loss"] + (whole - output["loss"].detach())}
+        last = output["loss"] + (whole - output["loss"].detach())
+        if self.memory is not None:
+            self.memory.keep_last(compute, last, part[0], part[1])
+        return {**output, "loss": last}
+
+    def _smaller(self, error: Exception, part: Part) -> list[Part]:
+        """The parts in which to compute a part whose forward pass has failed; raises ``error`` if they do not help."""
+        if self.memory is None:
+            raise error
+        return [(one, samples, share * part[2]) for one, samples, share in self.memory.smaller(error, *part[:2])]
+
+    def _accumulate(self, compute: Callable[[Any], Any], loss: Tensor, part: Part) -> None:
+        """Make the backward pass of a part that is not the last one."""
+        if self.memory is None:
+            self._backward(loss)
+        else:
+            self.memory.accumulate(compute, self._backward, loss, *part[:2])
 
     def _compute(self, compute: Callable[[Any], Any], part: Any, logs: PartLogs, share: float) -> dict[str, Any]:
         with self.calls.within_part(_refuse), logs.part(share):

@@ -45,22 +45,25 @@ class PartLogs:
 
     @contextmanager
     def part(self, weight: float) -> Iterator[None]:
-        """The context of a part.
+        """The context of a part. What it logs does not count if it raises an error.
 
         Args:
             weight: share of the part in the terms of the loss of the batch.
         """
+        kept: list[tuple[nn.Module, str, Any, dict[str, Any]]] = []
 
         def keep(module: nn.Module, name: str, value: Any, *args: Any, **options: Any) -> None:
-            entry = self._entries.setdefault((module, name), _Entry())
-            entry.options = _named(module, args, options)
-            size = entry.options.get("batch_size")
-            entry.sizes += size or 0
-            entry.values.append(value.detach() if isinstance(value, Tensor) else value)
-            entry.weights.append(weight if size is None else float(size))
+            detached = value.detach() if isinstance(value, Tensor) else value
+            kept.append((module, name, detached, _named(module, args, options)))
 
         with logging_to(self._module, keep):
             yield
+        for module, name, value, options in kept:
+            entry = self._entries.setdefault((module, name), _Entry())
+            entry.options, size = options, options.get("batch_size")
+            entry.sizes += size or 0
+            entry.values.append(value)
+            entry.weights.append(weight if size is None else float(size))
 
     def log(self) -> None:
         """Log the values of the batch."""

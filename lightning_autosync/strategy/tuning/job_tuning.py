@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_autosync.documents import bytes_text, counted
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.collectives import OWN_GROUP
+from lightning_autosync.engine.collectives import OWN_GROUP, separate_group
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
@@ -91,6 +91,11 @@ class JobTuning:
         """Whether other plans are tried, or may yet be."""
         return self._tuner is not None and not self._tuner.ended
 
+    @property
+    def waits_at_end(self) -> bool:
+        """Whether the coming pass has to wait at its end, although it could overlap."""
+        return self._tuner is not None and self._tuner.waits_at_end
+
     def resolve(self, also: Container[nn.Parameter] = ()) -> None:
         """Choose the plan, and say on rank 0 which one and why; collective.
 
@@ -151,7 +156,7 @@ class JobTuning:
         assert self._preparation is not None
         # Compiled now, so that no step has to wait for it.
         self._schedules = [compile_plan(each.plan, found.workload, found.cluster) for each in found.alternatives]
-        timeout = timedelta(seconds=self._settings.timeout)
+        timeout, overlaps = timedelta(seconds=self._settings.timeout), self._settings.overlap is not None
         self._control = dist.new_group(timeout=timeout, group_desc=OWN_GROUP)
         # Likewise: so many new objects let Python soon collect its garbage, which would take a step up to 0.5 s.
         gc.collect()
@@ -167,13 +172,12 @@ class JobTuning:
             lambda index, resources: open_engine(self._schedules[index], resources=resources),
             use_plan,
             self._settings.tuning,
-            self._group,
+            separate_group(self._settings.timeout) if overlaps else self._group,
             # Seconds of a step under another plan say nothing about this one.
             # Neither do steps that end in the next forward pass.
-            None
-            if self._settings.overlap
-            else DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
+            None if overlaps else DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
             self._prices(),
+            overlaps,
         )
         return engine
 
@@ -183,8 +187,8 @@ class JobTuning:
         if self._preparation is None or self._preparation.remembered is not None or len(self._schedules) == 1:
             return None
         assert self._settings.tuning is not None
-        limit = self._settings.tuning.search
-        return PlanPrices(found.workload, found.cluster, self._constants, self._schedules, limit)
+        limit, overlaps = self._settings.tuning.search, self._settings.overlap is not None
+        return PlanPrices(found.workload, found.cluster, self._constants, self._schedules, limit, overlaps)
 
     def _open_first(self, open_engine: Callable[..., Engine]) -> Engine:
         # After a change of the links, training has begun and waits.

@@ -21,7 +21,7 @@ from lightning_autosync.search.memory import StepTime
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.tuning.drift import WINDOW, DriftWatch, median_times
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
-from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, OwnTimes, PassTimes
+from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, OverlappingTimes, OwnTimes, PassTimes
 from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.report import TrialReport
 from lightning_autosync.strategy.tuning.settings import TuningSettings
@@ -68,6 +68,8 @@ class LiveTuner:
         group: the ranks; None is the default group.
         drift: watches whether links change after tuning; None does not.
         prices: predicts the plans anew on rank 0, with the computation of the first passes; None keeps the predictions.
+        overlaps: whether passes may overlap with the next forward pass. ``group`` must then be one that nothing else
+            uses at that time, because passes end at different places of the programs of ranks.
 
     Attributes:
         passes: number of synchronized passes so far.
@@ -87,15 +89,18 @@ class LiveTuner:
         group: dist.ProcessGroup | None,
         drift: DriftWatch | None,
         prices: PlanPrices | None = None,
+        overlaps: bool = False,
     ) -> None:
         self._alternatives = list(alternatives)
         self._engines = {0: engine}
         self._opening, self._make, self._use = opening, make, use
-        self._own, self._times = OwnTimes(), AgreedTimes(group)
+        self._own: OwnTimes | OverlappingTimes = OverlappingTimes() if overlaps else OwnTimes()
+        self._times = AgreedTimes(group)
         candidates = [_candidate(each) for each in alternatives]
-        self._tuner = Tuner(
-            candidates, settings.warm_up, settings.passes, settings.horizon, settings.plans, priced=prices is None
-        )
+        limits = settings.warm_up, settings.passes, settings.horizon, settings.plans
+        # The time of a pass that overlaps is known when the next one ends.
+        self._overlaps, self._late = overlaps, int(overlaps)
+        self._tuner = Tuner(candidates, *limits, priced=prices is None, late=self._late)
         self._prices, self._warm_up = prices, settings.warm_up
         self._rank = dist.get_rank(group)
         self._traces: list[StepTrace] = []
@@ -134,6 +139,11 @@ class LiveTuner:
     def ended(self) -> bool:
         """Whether all trials have ended."""
         return self._ended
+
+    @property
+    def waits_at_end(self) -> bool:
+        """Whether the coming pass has to wait at its end, although it could overlap: its computation is measured."""
+        return self._overlaps and not self._tuner.priced and self.passes < self._warm_up
 
     @property
     def state(self) -> str:
@@ -246,7 +256,7 @@ class LiveTuner:
             self._traces.append(self.trace)
             if self.passes == self._warm_up:
                 # The first pass is slower: buffers and connections are new.
-                times = self._computed[1:] or [self.trace.backward]
+                times = self._computed[1 + self._late :] or [self.trace.backward]
                 self._prices.start(self._traces[-len(times) :], statistics.median(times))
             return unknown
         usual = statistics.median(trace.synchronized for trace in self._traces)

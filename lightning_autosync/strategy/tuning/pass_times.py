@@ -57,6 +57,28 @@ class OwnTimes:
         return PassTimes(trace.synchronized, unusual, trace.synchronized - unusual - wait)
 
 
+class OverlappingTimes:
+    """The times of passes on this rank that may overlap with the next forward pass.
+
+    A pass counts from its first gradient to the first gradient of the next pass. By then, its sums have come, because
+    gradients change from there on. So each time is that of one plan, also where the next pass has another one.
+    """
+
+    def __init__(self) -> None:
+        self._between: deque[float] = deque(maxlen=_RECENT)
+        self._last: StepTrace | None = None
+
+    def of(self, trace: StepTrace) -> PassTimes:
+        """The times of the pass before; its trace ends where ``trace`` begins. They are 0 for the first one."""
+        last, self._last = self._last, trace
+        if last is None:
+            return PassTimes(0.0, 0.0, 0.0)
+        begin, end = last.origin + last.forward, trace.origin + trace.forward
+        self._between.append(end - last.origin - last.backward - last.wait)
+        unusual = max(0.0, self._between[-1] - statistics.median(self._between))
+        return PassTimes(end - begin, unusual, end - begin - unusual - last.wait)
+
+
 class AgreedTimes:
     """Agrees on times between ranks, while the next pass runs.
 

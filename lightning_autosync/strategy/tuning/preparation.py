@@ -81,7 +81,7 @@ def prepare(
     assert tuning is not None
     workload = agree(lambda: checked_workload(settings, module, nodes, devices, also), _identify, group)
     hosts = gather_json(f"{gethostname()} {own_address()}", group)
-    key = TuningKey.of(workload, hosts, "cpu", settings.semantics, settings.bucket_bytes)
+    key = TuningKey.of(workload, hosts, "cpu", settings.semantics, settings.bucket_bytes, settings.overlap)
     if links is None:
         if (entry := _recall(key, settings, group)) is not None:
             return _of_entry(entry, workload, key)

@@ -16,7 +16,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import MissingPackageError
 from lightning_autosync.plan import Schedule
-from lightning_autosync.replay import Constants
+from lightning_autosync.replay import Constants, overlapped_step_time
 from lightning_autosync.strategy.tuning.opening import short_turns
 from lightning_autosync.workload import Workload
 
@@ -73,6 +73,7 @@ class PlanPrices:
         constants: costs of the hosts.
         schedules: the compiled plans; the first is that of the measured steps.
         limit: maximum seconds of the predictions.
+        overlaps: whether steps overlap with the next forward pass (``overlap="step"``).
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class PlanPrices:
         constants: Constants,
         schedules: Sequence[Schedule],
         limit: float = math.inf,
+        overlaps: bool = False,
     ) -> None:
         self._workload, self._cluster, self._constants = workload, cluster, constants
         self._schedules = schedules
-        self._limit = limit
+        self._limit, self._overlaps = limit, overlaps
         self._stopped = threading.Event()
         self._found: list[float] = []
         self._thread: threading.Thread | None = None
@@ -122,7 +124,10 @@ class PlanPrices:
         for schedule in self._schedules:
             if self._stopped.is_set() or time.monotonic() > end:
                 return
-            found.append(replay.predict(schedule).step_time)
+            if self._overlaps:
+                found.append(overlapped_step_time(schedule, timed, replay))
+            else:
+                found.append(replay.predict(schedule).step_time)
         if not all(map(math.isfinite, found)):
             raise ValueError(f"predicted seconds are {found}")
         self._found = found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import counted
+from lightning_autosync.documents import counted, seconds_text
 from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.errors import MissingPackageError
 from lightning_autosync.measure.conditions import usable_cores
@@ -20,7 +20,7 @@ from lightning_autosync.measure.probe.description import check_cluster
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders.default import DDP_BUCKETS
-from lightning_autosync.replay import Constants
+from lightning_autosync.replay import Constants, synchronization_bound
 from lightning_autosync.strategy.choice import LEAST_GAIN, plans_by_formula, synchronization_times
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative
@@ -120,15 +120,27 @@ def propose(
     if "fault" in found:
         rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
         return None, found["fault"]
-    proposals = order_plans(_marked(list(map(_alternative, found["plans"]))), links)
+    proposals = order_plans(_marked(list(map(_alternative, found["plans"]))), links, found["overlaps"])
     plans = proposals.plans if tuning.plans else proposals.plans[:1]
     return Proposals(plans, f"{proposals.reason}{found['remark']}"), ""
 
 
 def search_plans(
-    workload: Workload, links: JobLinks, tuning: TuningSettings, bucket_bytes: int | None = None
+    workload: Workload,
+    links: JobLinks,
+    tuning: TuningSettings,
+    bucket_bytes: int | None = None,
+    overlaps: bool = False,
 ) -> list[Alternative]:
     """The plans that a job with these links considers, by prediction alone, fastest first; DDP's is among them.
+
+    Args:
+        workload: the parameters.
+        links: hosts and links of the job.
+        tuning: settings of the search.
+        bucket_bytes: bytes of a fused message; None leaves sizes to builders and search.
+        overlaps: whether steps overlap with the next forward pass (``overlap="step"``). Plans are then compared by the
+            time of such a step; see `balanced_workload`.
 
     Raises:
         MissingPackageError: the replay's package numba is not installed.
@@ -137,28 +149,42 @@ def search_plans(
     from lightning_autosync.search.selection import rank_plans
 
     ranked = rank_plans(
-        workload,
+        balanced_workload(workload, links) if overlaps else workload,
         links.cluster,
         constants=links.constants,
         seconds=tuning.search,
         keep=2 * tuning.plans + 1,
         bucket_bytes=bucket_bytes,
+        overlaps=overlaps,
     )
     return _marked([Alternative(each.plan, each.origin, each.seconds) for each in ranked])
 
 
+def balanced_workload(workload: Workload, links: JobLinks) -> Workload:
+    """The workload; if its computation is unknown, that is taken to last as long as gradients need on the links.
+
+    A job chooses its first plan before it knows its computation. Without any, no step could overlap with it. The
+    backward pass takes two thirds of the time.
+    """
+    if workload.forward_time + workload.backward_time > 0 or not links.cluster.measured:
+        return workload
+    seconds = synchronization_bound(workload, links.cluster, links.constants.framing, links.constants.burst)
+    passes = seconds * min(node.speed for node in links.cluster.nodes)
+    return workload.model_copy(update={"forward_time": passes / 3, "backward_time": 2 * passes / 3})
+
+
 def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
     """Plans with their predicted times, fastest first, and a remark for the reason, as plain data."""
-    remark = ""
+    remark, overlaps = "", settings.overlap is not None
     try:
-        found = search_plans(workload, links, tuning, settings.bucket_bytes)
+        found = search_plans(workload, links, tuning, settings.bucket_bytes, overlaps)
     except MissingPackageError as error:
         by_formula = plans_by_formula(workload, links.cluster, settings.bucket_bytes)
         found = [Alternative(each.plan, each.builder, each.seconds) for each in by_formula]
         found.sort(key=lambda each: each.predicted)
-        remark = f". These times are from formulas. {error}"
+        remark, overlaps = f". These times are from formulas. {error}", False
     plans = [{"plan": each.plan.to_dict(), "seconds": each.predicted, "origin": each.name} for each in found]
-    return {"plans": plans, "remark": remark}
+    return {"plans": plans, "remark": remark, "overlaps": overlaps}
 
 
 def _first_rank_result(
@@ -206,17 +232,27 @@ def _marked(plans: Sequence[Alternative]) -> list[Alternative]:
     return [replace(each, native=each.name == ddp) for each in plans]
 
 
-def order_plans(ranked: Sequence[Alternative], links: JobLinks) -> Proposals:
+def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool = False) -> Proposals:
     """The plans with the one to begin with first.
 
     Args:
         ranked: plans as from `search_plans`.
         links: the links for which they were predicted.
+        overlaps: whether their times are those of steps that overlap with the next forward pass.
     """
     best, ddp = ranked[0], next(each for each in ranked if each.native)
     native = next(each for each in ranked if each.name.startswith(NATIVE))
+    if overlaps:  # the search fits plans to a computation that is assumed, and builders do not
+        near = (each for each in ranked if each.predicted < LEAST_GAIN * best.predicted)
+        best = next((each for each in near if each.name != SEARCHED), best)
     first = best if native.predicted > LEAST_GAIN * best.predicted else ddp
-    times = f"predicted for {links.told}: {synchronization_times(best.predicted, native.predicted)}"
+    times = (
+        f"with overlap and a computation as long as the links need, a step takes {seconds_text(best.predicted)}, and "
+        f"{seconds_text(native.predicted)} with a native all-reduce"
+        if overlaps
+        else synchronization_times(best.predicted, native.predicted)
+    )
+    times = f"predicted for {links.told}: {times}"
     found = "a plan that the search found" if best.name == SEARCHED else best.name
     reason = (
         f"{found}, {times}"

@@ -78,6 +78,7 @@ class Tuner:
         passes: maximum number of passes of each plan in a contest; twice as many where a gain is not yet sure.
         horizon: number of passes that are expected to follow; gains count so often.
         priced: whether the predictions are final. Otherwise nothing is tried before `reprice`.
+        late: number of times that `record` takes before that of the first pass.
 
     Attributes:
         present: index of the present plan.
@@ -93,13 +94,14 @@ class Tuner:
         horizon: int = 1000,
         plans: int = 6,
         priced: bool = True,
+        late: int = 0,
     ) -> None:
         self._candidates = list(candidates)
         self._plans, self._priced = plans, priced
         self._left = self._worth_considering()
         self._warm_up, self._passes = warm_up, passes
         self._horizon = horizon
-        self._awaited: deque[int | None] = deque()
+        self._awaited: deque[int | None] = deque([None] * late)
         self._known: list[float] = []
         self._trying: int | None = None
         self._opened = False

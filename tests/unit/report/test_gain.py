@@ -68,10 +68,32 @@ def test_batch_shares_have_a_row_where_nodes_have_different_speeds(result: GainR
     assert shares.step_time < choice.step_time
 
 
+def test_micro_batches_have_a_row_that_says_what_was_assumed() -> None:
+    found = predict_gain(WORKLOAD, SLOW_NODE, Constants(), CAPS, SHORT, micro_batches=(32, 16))
+    (row,), (shares,) = found.of("micro_batches"), found.of("shares")
+    assert row.step_time > shares.step_time  # shares of 0.8 to 3.2 micro-batches are rounded
+    assert row.name.startswith('AutoSync, batch_shares="auto", micro_batch=16 (1 to 3 of 8 for each rank, ')
+    assert any(line.startswith("micro-batches: ") for line in gain_remarks(found))
+    assert "speedup with micro-batches" in found.figures()
+
+
+def test_overlap_is_predicted_for_the_plan_that_a_job_with_overlap_chooses() -> None:
+    layers = tuple(
+        Variable(name=f"layer{number}", shape=(1000, 1000), ready=0.005 * (20 - number)) for number in range(20)
+    )
+    workload = Workload(name="layers", variables=layers, forward_time=0.05, backward_time=0.1)
+    equal = ClusterSpec.uniform(4, bandwidth=1e9)
+    found = predict_gain(workload, equal, Constants(), CAPS, TuningSettings(search=2.0))
+    (choice,), (overlap,) = found.of("choice"), found.of("overlap")
+    assert choice.topologies == ("native",)
+    assert "native" not in overlap.topologies
+    assert overlap.speedup > 1.1 > choice.speedup
+
+
 def test_the_choice_is_that_of_a_job_which_knows_no_times_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Workload] = []
 
-    def searched(workload: Workload, *rest: Any) -> list[Alternative]:
+    def searched(workload: Workload, *rest: Any, **options: Any) -> list[Alternative]:
         asked.append(workload)
         names = {"byteps": 0.9, "all_reduce": 1.0}
         return [
@@ -168,6 +190,7 @@ def test_a_model_of_the_bench_can_be_asked_about(tmp_path: Path, capsys: pytest.
         ({"model": {"kind": "flat", "mib": 1.0}}, "workload: model=NAME has its own workload"),
         ({"workload": None, "model": {"kind": "flat", "size": 1.0}}, "model: .*size"),
         ({"search_seconds": 0.01}, "search_seconds: .*0.1"),
+        ({"micro_batch": 16}, "batch_size: missing; give batch_size and micro_batch together"),
     ],
 )
 def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

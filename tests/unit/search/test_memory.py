@@ -86,6 +86,7 @@ OTHERS = {
     "device": {"device": "cuda"},
     "semantics": {"semantics": "compressed"},
     "bucket_bytes": {"bucket_bytes": 2**20},
+    "overlap": {"overlap": "step"},
 }
 
 

@@ -9,7 +9,7 @@ from clusters import uneven_cluster
 
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.replay import Constants, Replay, overlapped_step_time
 from lightning_autosync.search.population import Population
 from lightning_autosync.workload import Variable, Workload
 
@@ -37,3 +37,15 @@ def test_any_plan_can_be_a_candidate_with_the_replays_price() -> None:
     assert population.precise(candidate) == math.log(Replay(WORKLOAD, CLUSTER).predict(schedule).step_time)
     other = plan.model_copy(update={"world_size": 3})
     assert population.add_plan(other.model_copy(update={"groups": plan.groups[:1]}), "cut") is None
+
+
+def test_prices_with_overlap_are_those_of_steps_that_overlap() -> None:
+    workload = WORKLOAD.model_copy(update={"forward_time": 0.004, "backward_time": 0.008})
+    population = Population(PlanSpace(workload, CLUSTER), Constants(), 64, overlaps=True)
+    plan = builders.byteps(workload, CLUSTER, bucket_bytes=1024)
+    candidate = population.add_plan(plan, "byteps")
+    assert candidate is not None
+    schedule, replay = compile_plan(plan, workload, CLUSTER), Replay(workload, CLUSTER)
+    seconds = overlapped_step_time(schedule, workload, replay)
+    assert population.precise(candidate) == math.log(seconds)
+    assert seconds < 0.99 * replay.predict(schedule).step_time

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.strategy.tuning.drift import DriftWatch, median_times
-from lightning_autosync.strategy.tuning.pass_times import OwnTimes, PassTimes
+from lightning_autosync.strategy.tuning.pass_times import OverlappingTimes, OwnTimes, PassTimes
 
 
 def watch(times: Iterable[tuple[float, float]], changes: int = 0) -> list[int]:
@@ -69,6 +69,25 @@ def test_an_unusual_delay_between_passes_does_not_count() -> None:
 
 def test_waits_are_what_follows_the_backward_pass() -> None:
     assert OwnTimes().of(_trace(0.1)) == PassTimes(pytest.approx(0.5), 0.0, pytest.approx(0.2))
+
+
+def test_a_pass_that_overlaps_counts_with_the_waits_for_its_own_sums() -> None:
+    """Two plans in turn, one of whose sums come late in the next forward pass."""
+    own, origin, found = OverlappingTimes(), 0.0, []
+    waits = [0.2, 0.0, 0.0, 0.2]
+    for wait in [*waits, 0.0]:
+        begin = origin + 0.05  # the rest of the forward pass, after the last sum of the pass before
+        late = begin + 0.2 + 0.05 - origin
+        end = late + wait
+        trace = StepTrace(
+            0.05, 0.25, end, end, (), (), (), origin=origin, waits=((late, end),) if wait else (), overlapped=True
+        )
+        found.append(own.of(trace))
+        origin += end
+    assert found[0] == PassTimes(0.0, 0.0, 0.0)
+    assert [each.whole for each in found[1:]] == pytest.approx([0.3 + wait for wait in waits])
+    assert [each.compute for each in found[1:]] == pytest.approx([0.3] * 4)
+    assert [each.unusual for each in found[1:]] == pytest.approx([0.0] * 4)
 
 
 def test_medians_are_of_each_number() -> None:

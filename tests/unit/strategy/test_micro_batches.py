@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -143,6 +144,18 @@ def test_values_of_parts_become_one_value(options: dict[str, Any], value: float)
     ((_, found, kept),) = module.logged
     assert float(found) == pytest.approx(value)
     assert kept.get("batch_size") == (10 if "batch_size" in options else None)
+
+
+def test_values_of_a_part_that_fails_are_not_logged() -> None:
+    module = Module()
+    logs = PartLogs(module)
+    with suppress(MemoryError), logs.part(0.5):
+        module.log("value", 1.0)
+        raise MemoryError
+    with logs.part(0.5):
+        module.log("value", 3.0)
+    logs.log()
+    assert [float(value) for _, value, _ in module.logged] == [3.0]
 
 
 @pytest.mark.parametrize("overridden", [False, True], ids=["named", "passed on"])

@@ -11,7 +11,7 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.plan import Schedule, builders, compile_plan
-from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.replay import Constants, Replay, overlapped_step_time, synchronization_bound
 from lightning_autosync.strategy.tuning import proposals
 from lightning_autosync.strategy.tuning.prices import PlanPrices, timed_workload
 from lightning_autosync.strategy.tuning.settings import TuningSettings
@@ -88,6 +88,28 @@ def prices_of(
     return list(found)
 
 
+def test_prices_with_overlap_are_those_of_steps_that_overlap() -> None:
+    schedules = [compile_plan(builders.byteps(WORKLOAD, PAIR, bucket_bytes=4000), WORKLOAD, PAIR), schedule_of()]
+    measured = trace(0.001, (0.0015, 0.002, 0.003), 0.003)
+    prices = PlanPrices(WORKLOAD, PAIR, Constants(), schedules, overlaps=True)
+    prices.start([measured], measured.backward)
+    timed = timed_workload(WORKLOAD, schedules[0], [measured], measured.backward)
+    replay = Replay(timed, PAIR)
+    expected = [overlapped_step_time(schedule, timed, replay) for schedule in schedules]
+    assert prices.wait(60.0) == pytest.approx(expected)
+    assert all(one < replay.predict(two).step_time for one, two in zip(expected, schedules, strict=True))
+
+
+def test_an_unknown_computation_is_taken_to_last_as_long_as_the_links_need() -> None:
+    links = proposals.JobLinks(PAIR, Constants())
+    found = proposals.balanced_workload(WORKLOAD, links)
+    wire = synchronization_bound(WORKLOAD, PAIR, Constants().framing, Constants().burst)
+    assert (found.forward_time, found.backward_time) == pytest.approx((wire / 3, 2 * wire / 3))
+    assert proposals.balanced_workload(found, links) is found
+    unknown = proposals.JobLinks(ClusterSpec.uniform(2), Constants())
+    assert proposals.balanced_workload(WORKLOAD, unknown) is WORKLOAD
+
+
 def test_a_prediction_that_fails_is_told_and_gives_none() -> None:
     unmeasured = ClusterSpec.uniform(2)
     with pytest.warns(UserWarning, match="new ones failed: ClusterError: "):
@@ -113,7 +135,7 @@ def test_predictions_end_when_they_are_stopped_or_take_too_long(limit: float) ->
 def test_a_job_that_tries_no_plans_has_the_first_one_alone(plans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
     tuning = TuningSettings(search=0.1, plans=plans)
-    settings: Any = SimpleNamespace(tuning=tuning, bucket_bytes=None, timeout=1.0)
+    settings: Any = SimpleNamespace(tuning=tuning, bucket_bytes=None, overlap=None, timeout=1.0)
     found, _ = proposals.propose(WORKLOAD, proposals.JobLinks(PAIR, Constants()), settings, None)
     assert found is not None
     assert (len(found.plans) == 1) == (plans == 0)
@@ -131,6 +153,36 @@ def test_a_job_begins_with_the_buckets_of_ddp_if_no_plan_is_much_faster(searched
     found = proposals.order_plans(ranked, proposals.JobLinks(PAIR, Constants())).plans
     assert found[0].name == first
     assert [each.name for each in found if each.native] == [proposals.DDP]
+
+
+def test_the_reason_says_for_which_steps_plans_were_predicted() -> None:
+    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
+    ranked = proposals._marked(
+        [proposals.Alternative(plan, "byteps", 0.8), proposals.Alternative(plan, proposals.NATIVE, 1.0)]
+    )
+    links = proposals.JobLinks(PAIR, Constants(), origin=proposals.DESCRIBED)
+    assert "0.8 s to synchronize a step" in proposals.order_plans(ranked, links).reason
+    assert "0.8 s for a step with overlap" in proposals.order_plans(ranked, links, overlaps=True).reason
+
+
+@pytest.mark.parametrize(("searched", "first"), [(0.78, "byteps"), (0.7, "search")])
+def test_a_job_that_overlaps_begins_with_a_builders_plan_that_is_about_as_fast(searched: float, first: str) -> None:
+    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
+    prices = {"search": searched, "byteps": 0.8, proposals.NATIVE: 1.0}
+    ranked = proposals._marked([proposals.Alternative(plan, name, seconds) for name, seconds in prices.items()])
+    links = proposals.JobLinks(PAIR, Constants())
+    assert proposals.order_plans(ranked, links, overlaps=True).plans[0].name == first
+    assert proposals.order_plans(ranked, links).plans[0].name == "search"
+
+
+def test_times_that_come_late_count_for_the_passes_that_made_them() -> None:
+    tuner = Tuner([Candidate("present", 1.0)], warm_up=1, passes=8, late=1)
+    tuner.following()
+    tuner.record(9.0)  # of no pass
+    for seconds in (1.0, 2.0, 3.0):
+        tuner.following()
+        tuner.record(seconds)
+    assert tuner.usual_seconds == 2.0
 
 
 def drive(tuner: Tuner, seconds: list[float], passes: int) -> set[int]:

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sweeps import examples
 
-from lightning_autosync.strategy.shares.balance import Line, balance
+from lightning_autosync.replay.balance import Line, balance
+from lightning_autosync.strategy.shares.auto import CALM, EVERY, KEPT
 from lightning_autosync.strategy.shares.decision import FIRST_PASSES, Balancer, Pass
 
 SAMPLES = 16
@@ -56,8 +57,8 @@ class Job:
             if ignored:  # the first pass with these counts
                 ignored -= 1
                 continue
-            told.append(Pass(busy, self.seconds[-1]))
-            if number <= FIRST_PASSES or number % 3 == 0:
+            told = [*told, Pass(busy, self.seconds[-1])][-KEPT:]
+            if number <= FIRST_PASSES or number % (CALM if self.balancer.is_calm else EVERY) == 0:
                 best = self.balancer.record(self.counts, told, [math.inf] * len(busy))
                 told = []
                 if best is not None:
@@ -123,12 +124,21 @@ def test_a_rank_that_is_much_slower_is_found_in_the_first_passes(ranks: int, pas
 
 
 @pytest.mark.parametrize("slow", [1.6, 4.0])
-def test_a_rank_that_slows_down_is_answered_within_10_steps(slow: float) -> None:
+@pytest.mark.parametrize("start", range(40, 40 + CALM, 2))
+def test_a_rank_that_slows_down_is_answered_within_12_steps(slow: float, start: int) -> None:
     late = Line(EQUAL.fixed * slow, EQUAL.each * slow)
-    job = Job(lambda number: [EQUAL] * 3 + [late if number > 40 else EQUAL], exponential(0.02)).run(80)
+    job = Job(lambda number: [EQUAL] * 3 + [late if number > start else EQUAL], exponential(0.02)).run(80)
     assert job.changes >= 1
-    assert job.history[39] == [SAMPLES] * 4
-    assert job.history[50][3] < SAMPLES
+    assert job.history[start - 1] == [SAMPLES] * 4
+    assert job.history[start + 12][3] < SAMPLES
+
+
+def test_times_are_exchanged_less_often_when_shares_have_not_changed_for_long() -> None:
+    assert not Job(lambda _: [EQUAL] * 3 + [SLOW]).run(20).balancer.is_calm
+    calm = Job(lambda _: [EQUAL] * 4).run(30).balancer
+    assert calm.is_calm
+    calm.forget()
+    assert not calm.is_calm
 
 
 @pytest.mark.parametrize(("slow", "changes"), [(1.03, 0), (1.25, 1)])
@@ -189,7 +199,7 @@ def test_unequal_shares_do_not_stay_in_noise_that_hides_speeds(slow_now: float, 
         noise = [1.0 if number <= 40 else 1.0 + drawn.expovariate(1.0) for _ in range(2)]
         return [Line(0.0, noise[0]), Line(0.0, slow * noise[1])]
 
-    job = Job(pace, exponential(0.02)).run(160)
+    job = Job(pace, exponential(0.02)).run(200)
     assert job.history[40][1] < SAMPLES / 1.5
     assert (job.history[-1] == [SAMPLES] * 2) == returns
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_autosync.strategy.shares.balance import Line, balance, fit_line
+from lightning_autosync.replay.balance import Line, balance, fit_line
 
 FREE = [math.inf] * 4
 
