@@ -132,6 +132,7 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
             (Tuner, "following", _through(moments.follow, Tuner.following)),
             (proposals, "survey_job", survey),
             (PREDICTOR, "search", plans),
+            (PREDICTOR, "predict", lambda workload, cluster, constants, plans, *_: [0.01] * len(plans)),
             *((mesh_meter, name, getattr(mesh_meter, name) / 4) for name in ("_HEAD", "_WINDOW", "_TAIL")),
             (meter, "_namespace", lambda: f"of rank {rank}"),
             (job_tuning, "TRIAL_CONNECT_TIMEOUT", CONNECT),

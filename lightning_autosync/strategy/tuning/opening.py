@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.resources import Resources
+from lightning_autosync.engine.waiting import SLICE
 from lightning_autosync.errors import OpeningError, PeerLost
 
 _TURN = 0.0005
@@ -20,6 +21,8 @@ are 0.005 s, and a training step has hundreds of moments at which its thread ask
 
 SHARE = 0.05
 """Share of a core with which a rank opens a plan. Several ranks may share a core, and all open it at the same time."""
+LONGEST_REST = 0.75 * SLICE
+"""Seconds. Ranks that wait longer for one that rests would begin to ask which rank is lost, and that takes CPU time."""
 
 
 class _Turns:
@@ -54,7 +57,8 @@ class Rests:
     """Spreads the work of a thread over time: after each piece of work, the thread rests a multiple of its CPU time.
 
     Args:
-        share: share of a core that the thread takes on average.
+        share: share of a core that the thread takes on average, if no piece of work is so long that its rest would be
+            longer than `LONGEST_REST`.
         ended: set when there is no time to rest any more.
     """
 
@@ -64,7 +68,7 @@ class Rests:
 
     def __call__(self) -> None:
         """Rest; call it on the thread."""
-        self._ended.wait(self._factor * (time.thread_time() - self._rested))
+        self._ended.wait(min(LONGEST_REST, self._factor * (time.thread_time() - self._rested)))
         self._rested = time.thread_time()
 
 

@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from lightning_autosync.engine.waiting import SLICE
 from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost
-from lightning_autosync.strategy.tuning.opening import SHARE, BackgroundOpening, short_turns
+from lightning_autosync.strategy.tuning.opening import LONGEST_REST, SHARE, BackgroundOpening, Rests, short_turns
 
 
 class Resources:
@@ -175,7 +177,7 @@ def test_a_thread_that_opens_a_plan_rests_for_most_of_the_time() -> None:
     def work(plan: int, rest: Callable[[], None]) -> Any:
         for _ in range(5):
             begin, used = time.monotonic(), time.thread_time()
-            while time.thread_time() - used < 0.01:
+            while time.thread_time() - used < 0.004:
                 pass
             worked = time.thread_time() - used
             rest()
@@ -188,6 +190,16 @@ def test_a_thread_that_opens_a_plan_rests_for_most_of_the_time() -> None:
     assert all(share < 1.1 * SHARE for share in found)
     opening._resources = None
     opening.close()
+
+
+def test_no_rest_is_so_long_that_other_ranks_ask_who_is_lost() -> None:
+    ended = mock.Mock()
+    rest, used = Rests(SHARE, ended), time.thread_time()
+    while time.thread_time() - used < 0.05:
+        pass
+    rest()
+    assert ended.wait.call_args == mock.call(LONGEST_REST)
+    assert LONGEST_REST < SLICE
 
 
 def test_it_does_not_rest_when_the_job_ends() -> None:
@@ -205,10 +217,9 @@ def test_it_does_not_rest_when_the_job_ends() -> None:
     opening = BackgroundOpening(work)
     opening.start(1)
     assert worked.wait(10.0)
-    begin = time.monotonic()
     opening.close()
     assert rested.is_set()
-    assert time.monotonic() - begin < 0.05 / SHARE
+    assert opening._ended.is_set()
 
 
 def test_threads_take_short_turns_within_the_context_only() -> None:
