@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -230,9 +229,11 @@ class LiveTuner:
         self._share(own, self._chosen[-1], self._tuner.present, self._opening.is_under_way(), self._knows_prices())
         return ""
 
-    def _share(self, *shared: Any) -> None:
+    def _share(
+        self, own: PassTimes, choice: int = 0, present: int = 0, opening: bool = False, priced: bool = False
+    ) -> None:
         """Start an exchange with the other ranks; arguments as for `AgreedTimes.share`."""
-        self._times.share(*shared, notes=self._engines[self._used].notes)
+        self._times.share(own, choice, present, opening, priced, self._engines[self._used].notes)
 
     def _reprice(self, agreed: PassTimes) -> None:
         """Collect the times of the first passes, and take new predictions once rank 0 knows them; collective."""

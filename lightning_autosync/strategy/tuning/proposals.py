@@ -151,9 +151,8 @@ def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tun
     try:
         return {"plans": PREDICTOR.search(workload, links.cluster, links.constants, **options), "remark": ""}
     except MissingPackageError as error:
-        found = plans_by_formula(workload, links.cluster, settings.bucket_bytes)
+        found = sorted(plans_by_formula(workload, links.cluster, settings.bucket_bytes), key=lambda each: each.seconds)
         plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.builder} for each in found]
-        plans.sort(key=lambda each: each["seconds"])
         return {"plans": plans, "remark": f". These times are from formulas. {error}"}
 
 
