@@ -60,6 +60,10 @@ class TuningError(AutoSyncError, RuntimeError):
     """A tuning run cannot continue; its study keeps the results so far."""
 
 
+class PredictorError(AutoSyncError, RuntimeError):
+    """The process that predicts plans beside a job has failed; the job can go on without it."""
+
+
 class ExchangeError(AutoSyncError, RuntimeError):
     """An exchange between ranks failed: a peer is lost, a timeout expired, or peers disagree."""
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_autosync.engine.held import HeldTensors
 from lightning_autosync.errors import OpeningError, PlanError
 from lightning_autosync.workload import shared_buffers
 
@@ -119,12 +120,14 @@ class BufferBroadcast:
         self._module = module
         self._group = group
         self._due = True
-        self._agreed = _forms(shared_buffers(module))
+        self._held = HeldTensors(module, "_buffers")
+        self._buffers = list(shared_buffers(module))
+        self._agreed = _forms(self._buffers)
 
     @property
     def due(self) -> bool:
         """Whether the next forward pass begins with a broadcast."""
-        return self._due and (bool(self._agreed) or any(True for _ in shared_buffers(self._module)))
+        return self._due and (bool(self._agreed) or bool(self._present()))
 
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass, of training and evaluation alike.
@@ -136,10 +139,17 @@ class BufferBroadcast:
             PlanError: on some ranks only, buffers were added or removed, or changed their shape or dtype.
         """
         if self._due:
-            # Buffers are looked up each time, because modules may replace them. `data` hides the write from autograd's
-            # version check. That is safe: a graph that saved running statistics never reads them in training mode.
-            self._follow([(name, buffer.data) for name, buffer in shared_buffers(self._module)])
+            # `data` hides the write from autograd's version check. That is safe: a graph that saved running statistics
+            # never reads them in training mode.
+            self._follow([(name, buffer.data) for name, buffer in self._present()])
         self._due = synchronizes
+
+    def _present(self) -> list[tuple[str, Tensor]]:
+        """The buffers, which modules may replace or add; the module is only searched if one did."""
+        if not self._held.follows_all or not self._held.same():
+            self._held.remember()
+            self._buffers = list(shared_buffers(self._module))
+        return self._buffers
 
     def _follow(self, found: list[tuple[str, Tensor]]) -> None:
         forms, tensors = _forms(found), [tensor for _, tensor in found]

@@ -17,6 +17,7 @@ from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.end_of_backward import call_after_backward
 from lightning_autosync.engine.gradient_scale import gradient_accumulator
 from lightning_autosync.engine.gradients import MessageGradients
+from lightning_autosync.engine.notes import Notes
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.static_graph import StaticGraph
@@ -52,6 +53,7 @@ class Engine:
             as the first one did. A module may then run several times under reentrant checkpointing.
         watched: whether the caller has a `FailureDetector` open for all ranks; otherwise the engine opens one.
         connect_timeout: seconds in which all ranks must connect; never more than ``timeout``.
+        notes: numbers of each rank that may travel with the gradients; see `notes`.
         resources: opened before, for the same parameters and schedule and with the same settings, such as on another
             thread during earlier steps; None opens them now.
 
@@ -89,6 +91,7 @@ class Engine:
         static_graph: bool = False,
         watched: bool = False,
         connect_timeout: float = CONNECT_TIMEOUT,
+        notes: int = 0,
         resources: Resources | None = None,
     ) -> None:
         if waits not in ("backward", "parameters"):
@@ -116,8 +119,9 @@ class Engine:
         self._watches_changes = False
         self._on_accelerator = any(parameter.device.type != "cpu" for _, parameter in parameters)
         self._loss_scale: float | None = None
+        views = gradient_as_bucket_view
         self._resources = resources or Resources(
-            dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view, watched, connect_timeout
+            dict(parameters), schedule, group, cluster, timeout, views, watched, connect_timeout, notes=notes
         )
         self._gradients = self._resources.gradients
         self._compressor_state = self._resources.compressor_state
@@ -283,13 +287,19 @@ class Engine:
     def trace(self, recorder: Recorder | None) -> None:
         """Let ``recorder`` time all steps from now on; None stops that. Do not call this during a backward pass."""
         self._recorder = recorder
+        complete = None if recorder is None or not recorder.watches else recorder.complete
         for gradients in self._gradients:
-            gradients.watch(None if recorder is None else partial(recorder.complete, gradients.message.index))
+            gradients.watch(None if complete is None else partial(complete, gradients.message.index))
 
     def interrupt(self, cause: BaseException) -> None:
         """Report that a backward pass ended with an error. Later passes raise, because messages are incomplete."""
         self._interruption = f"{type(cause).__name__}: {cause}"
         announce(cause)
+
+    @property
+    def notes(self) -> Notes | None:
+        """Numbers that travel with the gradients of each pass; None if no message of the schedule can carry them."""
+        return self._resources.notes
 
     @property
     def bytes_sent(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_autosync.documents import digest
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.gradients import real_view
+from lightning_autosync.engine.held import HeldTensors
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.workload import shared_buffers, shared_parameters
 
@@ -266,6 +267,7 @@ class ParameterTracker:
         self._replacements: dict[str, int] = {}
         self._looks = 0
         self._digests: dict[Hashable, int] = {}
+        self._held = HeldTensors(module, "_parameters")  # TorchScript modules, which it leaves out, cannot change
         self.accept()
 
     def changed(self) -> bool:
@@ -333,8 +335,7 @@ class ParameterTracker:
         """Whether nothing has changed since `accept`. `map` keeps these loops out of the interpreter."""
         self._looks += 1
         return (
-            list(map(len, self._containers)) == self._sizes
-            and all(map(operator.is_, map(dict.get, self._holders, self._keys), self._held))
+            self._held.same()
             and _trainable(self._parameters) == self._trainable
             and list(map(_DTYPE, self._parameters)) == self._dtypes
             and (self._looks % _FORM_EVERY != 0 or list(map(_FORM, self._parameters)) == self._forms)
@@ -346,16 +347,7 @@ class ParameterTracker:
         )
 
     def _remember_places(self) -> None:
-        modules = list(self._module.modules())
-        # TorchScript modules have no such dictionaries. They cannot change either.
-        self._containers: list[dict[str, Any]] = [
-            own for module in modules for own in (module._parameters, module._modules) if isinstance(own, dict)
-        ]
-        self._sizes = list(map(len, self._containers))
-        places = [(own, key, held) for own in self._containers for key, held in own.items() if held is not None]
-        self._holders = [own for own, _, _ in places]
-        self._keys = [key for _, key, _ in places]
-        self._held = [held for _, _, held in places]
+        self._held.remember()
         self._parameters = [parameter for _, parameter in shared_parameters(self._module)]
         self._trainable = _trainable(self._parameters)
         self._dtypes = list(map(_DTYPE, self._parameters))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -31,6 +31,7 @@ from lightning_autosync.engine.exchanges.staging import StagedExchange, StagedRo
 from lightning_autosync.engine.exchanges.trees import TreeExchange
 from lightning_autosync.engine.failure_detector import open_failure_detector
 from lightning_autosync.engine.gradients import DenseGradients, MessageGradients, real_view
+from lightning_autosync.engine.notes import Notes, can_carry
 from lightning_autosync.engine.row_gradients import RowGradients
 from lightning_autosync.engine.transport import Peer, Transport
 from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost, PlanError
@@ -55,10 +56,13 @@ class Resources:
 
     With ``control``, a group of the same ranks, the collective calls go over that group. Another thread may use
     ``group`` meanwhile, so training can go on. Two-level collectives need new groups, which only the thread that trains
-    can make: schedules with them are a `PlanError` then.
+    can make: schedules with them are a `PlanError` then. ``rest`` is called between pieces of the work, which may last
+    a few milliseconds each.
 
     Attributes:
         gradients: the gradients of each message, in schedule order.
+        notes: numbers that travel with the first message that can carry them; None if there are none, or no such
+            message.
         compressor_state: state that the messages' compressors keep from step to step.
     """
 
@@ -73,7 +77,10 @@ class Resources:
         watched: bool = False,
         connect_timeout: float = CONNECT_TIMEOUT,
         control: dist.ProcessGroup | None = None,
+        notes: int = 0,
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
+        self._rest = rest
         self._parameters = parameters
         self._as_views = gradient_as_bucket_view
         self._group = group
@@ -82,6 +89,8 @@ class Resources:
         self._connect_timeout = min(timeout, connect_timeout)
         self._rank = dist.get_rank(group)
         self._world_size = schedule.world_size
+        self._note_count = notes
+        self.notes: Notes | None = None
         self._check_equal(schedule)
         for message in schedule.messages:
             _check_parameters(message, parameters)
@@ -137,7 +146,10 @@ class Resources:
         """
         try:
             self._open_transport(schedule, cluster, address)
-            self.gradients = [self._gradients_of(message) for message in schedule.messages]
+            self.gradients = []
+            for message in schedule.messages:
+                self._rest()
+                self.gradients.append(self._gradients_of(message))
         except (OpeningError, PeerLost, PlanError):
             raise
         except (ExchangeError, OSError, MemoryError, RuntimeError) as cause:  # torch: no memory is a RuntimeError
@@ -149,10 +161,12 @@ class Resources:
         """Connect the neighbours on the trees of all messages, if there are trees."""
         if not any(message.on_trees for message in schedule.messages):
             return
+        self._rest()
         sockets = self._connect(schedule, cluster, address)
         if cluster is None or not cluster.measured:
             self._transport = Transport(sockets)
         else:
+            self._rest()
             links, rank = LinkGraph(cluster), self._rank
             rates = {peer: links.bandwidth(rank, *peer) for peer in sockets}
             paces = {
@@ -211,8 +225,20 @@ class Resources:
             buffer = self._shared.buffer(message.index, self._rank, dtype)
         else:
             buffer = torch.zeros(message.numel + message.tail, dtype=dtype, device=device)
+        notes = self._note_count * self._world_size
+        if self.notes is None and _is_plain(message) and buffer.is_cpu and can_carry(dtype, notes):
+            return self._with_notes(message, parameters, buffer.new_zeros(buffer.numel() + notes), notes)
         exchange = self._low_rank(message, buffer) if len(message.rounds) > 1 else self._round(message, 0, buffer)
         return DenseGradients(message, parameters, buffer, exchange, self._world_size, self._as_views)
+
+    def _with_notes(
+        self, message: Message, parameters: list[nn.Parameter], memory: Tensor, notes: int
+    ) -> MessageGradients:
+        """The gradients of a message behind which the notes travel, as the last elements of ``memory``."""
+        self.notes = Notes(memory[-notes:], self._rank, self._world_size)
+        reduces = [transfer for transfer in message.rounds[0].transfers if isinstance(transfer, AllReduce)]
+        exchange = AllReduceExchange(reduces, message, memory, self._group, self.notes)
+        return DenseGradients(message, parameters, memory[:-notes], exchange, self._world_size, self._as_views)
 
     def _low_rank(self, message: Message, buffer: Tensor) -> Exchange:
         exchange = LowRankExchange(
@@ -296,6 +322,12 @@ def interface_address(cluster: ClusterSpec | None, rank: int, interface: int) ->
     if cluster is not None:
         where = f"cluster '{cluster.name}': nodes[{addresses.index(None)}].interfaces[{interface}].address"
     raise PlanError(f"{where}: missing; trees of the plan connect the ranks over interface {interface} of their nodes")
+
+
+def _is_plain(message: Message) -> bool:
+    """Whether a message is all-reduced by the backend as it is."""
+    native = all(isinstance(transfer, AllReduce) for one in message.rounds for transfer in one.transfers)
+    return native and message.compressor.kind == "none"
 
 
 def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -19,7 +19,8 @@ class StepTrace:
         end: end of the step.
         ready: time at which the last gradient was packed, by message in schedule order; None if some never arrived.
         started: time at which the message was handed to the transport or the backend; None if it took no part.
-        completed: time at which this rank had the sum, or the end of the engine's wait if the exchange reports no time.
+        completed: time at which this rank had the sum, or the end of the engine's wait if the exchange reports no time
+            or the recorder did not ask for it.
         origin: beginning of the step on the clock of this process (``time.perf_counter``).
         waits: (start, end) of each time in which the main thread waited for other ranks after its backward pass. With
             ``overlap="step"``, some of them may lie in the next forward pass.
@@ -51,10 +52,15 @@ class Recorder:
 
     Args:
         messages: number of messages in the schedule.
+        watches: whether exchanges report when this rank has a sum. That costs CPU time for each message, because the
+            backend's thread calls Python then.
+
+    Attributes:
+        watches: see above.
     """
 
-    def __init__(self, messages: int) -> None:
-        self._count = messages
+    def __init__(self, messages: int, watches: bool = True) -> None:
+        self._count, self.watches = messages, watches
         self.begin()
 
     def begin(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -401,9 +401,11 @@ class ExactReplica(Replica):
         engine.on_backward = self._end_backward
         return engine
 
-    def _reserve(self, schedule: Schedule, connect_timeout: float, control: dist.ProcessGroup | None) -> Resources:
+    def _reserve(
+        self, schedule: Schedule, connect_timeout: float, control: dist.ProcessGroup | None, rest: Callable[[], None]
+    ) -> Resources:
         """Open the resources of an engine on any thread, while another engine works; collective over ``control``."""
-        options = {**self._shared_options, "connect_timeout": connect_timeout, "control": control}
+        options = {"connect_timeout": connect_timeout, "control": control, "rest": rest, **self._shared_options}
         with reading_forms():
             return Resources(dict(self._planned), self._ordered(schedule), **options)
 
@@ -416,6 +418,7 @@ class ExactReplica(Replica):
             "timeout": self._settings.timeout,
             "gradient_as_bucket_view": self._settings.gradient_as_bucket_view,
             "watched": self._watched,
+            "notes": self._tuning.notes,
         }
 
     def _ordered(self, schedule: Schedule) -> Schedule:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from itertools import count
 from typing import Any, Protocol
 from unittest import mock
@@ -17,12 +18,12 @@ from lightning_autosync.measure.probe import mesh_meter, meter
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.quick import JobSurvey
 from lightning_autosync.plan import builders
-from lightning_autosync.search import selection
-from lightning_autosync.search.selection import PredictedPlan
-from lightning_autosync.strategy.tuning import job_tuning, proposals
+from lightning_autosync.strategy.tuning import job_tuning, opening, proposals
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
+from lightning_autosync.strategy.tuning.predictor import PREDICTOR
+from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.tuner import Tuner
 
 TUNES = TuningSettings(probe=3.0, search=0.2, plans=3, warm_up=1, passes=4, cache=None)
@@ -109,10 +110,11 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
     def survey(*arguments: Any, **options: Any) -> JobSurvey:
         return with_rates(measure(*arguments, **options))
 
-    def plans(workload: Any, cluster: ClusterSpec, **_: Any) -> list[PredictedPlan]:
-        made = [builders.build(name, workload, cluster) for name in PLANS]
+    def plans(workload: Any, cluster: ClusterSpec, *_: Any, **__: Any) -> list[dict[str, Any]]:
         seconds = [0.01 if seed // 2 % 2 else 0.0107, 0.01, 0.01, 0.01]
-        return sorted(map(PredictedPlan, made, seconds, PLANS), key=lambda plan: plan.seconds)
+        made = [builders.build(name, workload, cluster).to_dict() for name in PLANS]
+        found = zip(made, seconds, PLANS, strict=True)
+        return sorted(({"plan": p, "seconds": s, "origin": o} for p, s, o in found), key=lambda each: each["seconds"])
 
     changes, windows = iter([["a test says so"]] if seed % 2 else []), count()
 
@@ -129,11 +131,15 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
             (_Connector, "run", _through(moments.connect, _Connector.run)),
             (Tuner, "following", _through(moments.follow, Tuner.following)),
             (proposals, "survey_job", survey),
-            (selection, "rank_plans", plans),
+            (PREDICTOR, "search", plans),
+            (PREDICTOR, "predict", lambda workload, cluster, constants, plans, *_: [0.01] * len(plans)),
             *((mesh_meter, name, getattr(mesh_meter, name) / 4) for name in ("_HEAD", "_WINDOW", "_TAIL")),
             (meter, "_namespace", lambda: f"of rank {rank}"),
             (job_tuning, "TRIAL_CONNECT_TIMEOUT", CONNECT),
             (DriftWatch, "record", record),
+            # These jobs are short: they wait for predictions, and open plans without rests.
+            (PlanPrices, "wait", partialmethod(PlanPrices.wait, 60.0)),
+            (opening, "SHARE", 1.0),
             (job_tuning, "changed_links", lambda *_: next(changes, [])),
         ]
         for owner, name, function in replaced:

@@ -150,6 +150,17 @@ def test_links_that_change_are_planned_for_again(duo) -> None:
         assert "predicted for measured" in found["report"]["reason"]
 
 
+@pytest.mark.parametrize("ended", [False, True], ids=["while tuning", "after it"])
+def test_tuning_adds_no_collective_call_to_the_steps_of_a_native_plan(duo, ended: bool) -> None:
+    one, other = duo.run(tuning_jobs.calls_of_steps, ended=ended)
+    for found in (one, other):
+        assert found["calls"] == {"all_reduce": found["passes"] * found["messages"]}
+        assert found["passes"] >= 60
+        assert found["ended"] == ended
+    assert one["times"] == other["times"]  # which ranks have agreed on
+    assert len(one["times"]) >= (10 if ended else 60)
+
+
 def test_ranks_wait_for_a_search_that_takes_longer_than_their_timeout(duo) -> None:
     one, other = duo.run(tuning_jobs.slow_search)
     assert one == other

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partialmethod
@@ -32,15 +34,17 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
 from lightning_autosync.measure.probe.quick import compare_rates
 from lightning_autosync.replay import Constants
-from lightning_autosync.search import selection
 from lightning_autosync.strategy.exact import ExactReplica
-from lightning_autosync.strategy.tuning import job_tuning, live, proposals
+from lightning_autosync.strategy.replica_comparison import WeightComparison
+from lightning_autosync.strategy.tuning import job_tuning, live, opening, proposals
 from lightning_autosync.strategy.tuning.contest import Contest
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
-from lightning_autosync.strategy.tuning.pass_times import PassTimes
+from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, PassTimes
+from lightning_autosync.strategy.tuning.predictor import PREDICTOR
+from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.proposals import JobLinks, Proposals
 from lightning_autosync.strategy.tuning.tuner import Tuner
 from lightning_autosync.workload import describe
@@ -53,10 +57,10 @@ SHORT = TuningSettings(probe=0, search=0.5, warm_up=1, passes=8, cache=None)
 def counted_switches() -> Iterator[list[str]]:
     """The fingerprints of the plans that were switched to, while the context is open.
 
-    Contests last as long as they may, whatever the times, and every second candidate wins.
+    Contests last as long as they may, whatever the times, and every second candidate wins. See also `hurrying`.
     """
     switches: list[str] = []
-    use, decide, begun = ExactReplica._use, Contest._decide, count()
+    use, begun = ExactReplica._use, count()
     winners: dict[Contest, bool] = {}
 
     def decide_late(self: Contest) -> bool | None:
@@ -70,11 +74,22 @@ def counted_switches() -> Iterator[list[str]]:
         if before is not None and before is not self.engine:
             switches.append(self.plan.fingerprint)
 
-    ExactReplica._use, Contest._decide = spy, decide_late  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(ExactReplica, "_use", spy),
+        mock.patch.object(Contest, "_decide", decide_late),
+        hurrying(),
+    ):
         yield switches
-    finally:
-        ExactReplica._use, Contest._decide = use, decide  # type: ignore[method-assign]
+
+
+@contextmanager
+def hurrying() -> Iterator[None]:
+    """The context of a short job: it waits for predictions, and opens plans without rests."""
+    with (
+        mock.patch.object(PlanPrices, "wait", partialmethod(PlanPrices.wait, 60.0)),
+        mock.patch.object(opening, "SHARE", 1.0),
+    ):
+        yield
 
 
 def compare(model: str, strategy: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
@@ -152,7 +167,8 @@ def outcome() -> dict[str, Any]:
     LiveTuner.close = spy  # type: ignore[method-assign]
     try:
         strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=2))
-        jobs.fit("Plain", strategy, max_epochs=12)
+        with hurrying():
+            jobs.fit("Plain", strategy, max_epochs=12)
     finally:
         LiveTuner.close = finish  # type: ignore[method-assign]
     assert strategy.plan is not None
@@ -203,7 +219,8 @@ def remembered(folder: str) -> list[dict[str, Any]]:
     found = []
     for _ in range(2):
         strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=2, cache=folder))
-        jobs.fit("Plain", strategy, max_epochs=12)
+        with hurrying():
+            jobs.fit("Plain", strategy, max_epochs=12)
         report = strategy.report()
         assert report is not None
         found.append(report.to_dict())
@@ -248,6 +265,7 @@ def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
         mock.patch.object(proposals, "order_plans", reorder),
         mock.patch.object(live, "rank_zero_info", logged.append),
         mock.patch.object(job_tuning, "TRIAL_CONNECT_TIMEOUT", 0.5),
+        hurrying(),
     ):
         ours = jobs.fit("Plain", strategy, max_epochs=12)
     theirs = jobs.fit("Plain", DDPStrategy(), max_epochs=12)
@@ -293,6 +311,7 @@ def slowly_opened() -> dict[str, Any]:
     with (
         mock.patch.object(ExactReplica, "_reserve", open_slowly),
         mock.patch.object(LiveTuner, "after_pass", note),
+        hurrying(),
     ):
         strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=1))
         jobs.fit("Plain", strategy, max_epochs=60, callbacks=[ending])
@@ -324,6 +343,7 @@ def broken_closing() -> dict[str, Any]:
         mock.patch.object(Resources, "close", note_end),
         mock.patch.object(BackgroundOpening, "close", fail),
         mock.patch.object(Contest, "_decide", return_value=None),
+        hurrying(),
     ):
         error = ""
         try:
@@ -344,7 +364,8 @@ def divided() -> str:
     own = dist.get_rank() == 1
     Contest._decide = lambda self: own if min(self.passes) >= 4 else None  # type: ignore[method-assign]
     try:
-        jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), max_epochs=12)
+        with hurrying():
+            jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), max_epochs=12)
     except ExchangeError as error:
         return str(error)
     finally:
@@ -370,6 +391,7 @@ def changing_links() -> dict[str, Any]:
     with (
         mock.patch.object(DriftWatch, "record", record),
         mock.patch.object(job_tuning, "find_links", return_value=slow),
+        hurrying(),
     ):
         ours = jobs.fit("Plain", strategy, max_epochs=12)
     theirs = jobs.fit("Plain", DDPStrategy(), max_epochs=12)
@@ -378,17 +400,72 @@ def changing_links() -> dict[str, Any]:
     return {"distance": jobs.distance(ours, theirs), "report": report.to_dict(), "windows": next(windows)}
 
 
+def calls_of_steps(ended: bool) -> dict[str, Any]:
+    """The collective calls in steps with a native plan, and the times that ranks agreed on in these steps.
+
+    Args:
+        ended: whether tuning has ended before these steps; otherwise the ranks measure steps for the first trial.
+    """
+    calls, times, passes, tuners = Counter[str](), list[float](), 0, list[LiveTuner]()
+    after_pass, take = LiveTuner.after_pass, AgreedTimes.take
+
+    def counted(name: str) -> Any:
+        call = getattr(dist, name)
+
+        def count(*arguments: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return call(*arguments, **options)
+
+        return mock.patch.object(dist, name, count)
+
+    def note(self: LiveTuner) -> str:
+        nonlocal passes
+        reason, passes = after_pass(self), passes + 1
+        tuners.append(self)
+        if passes == 4:  # tuning may have ended two passes before
+            calls.clear()
+            times.clear()
+        return reason
+
+    def noted(self: AgreedTimes) -> PassTimes:
+        found = take(self)
+        times.append(found.whole)
+        return found
+
+    tuning = replace(SHORT, probe=1.0, plans=int(not ended), warm_up=1 if ended else 10**6)
+    with ExitStack() as patches:
+        for name in ("all_reduce", "all_gather", "broadcast"):
+            patches.enter_context(counted(name))
+        patches.enter_context(mock.patch.object(LiveTuner, "after_pass", note))
+        patches.enter_context(mock.patch.object(AgreedTimes, "take", noted))
+        patches.enter_context(mock.patch.object(proposals, "compare_rates", return_value=[]))
+        patches.enter_context(mock.patch.object(proposals, "LEAST_GAIN", math.inf))
+        # What the job does after its last step does not count.
+        patches.enter_context(mock.patch.object(WeightComparison, "run"))
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=tuning, check_replicas=0)
+        jobs.fit("Plain", strategy, max_epochs=12)
+    assert strategy.schedule is not None
+    messages = len(strategy.schedule.messages)
+    return {
+        "calls": dict(calls),
+        "passes": passes - 4,
+        "messages": messages,
+        "times": times,
+        "ended": tuners[-1]._tuner.finished != "",
+    }
+
+
 def slow_search() -> dict[str, Any]:
     """What ranks get of a search that takes longer than they wait for each other."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     settings = AutoSyncStrategy(cluster=PAIR, tuning=SHORT, timeout=1.0)._settings
-    links, workload, search = JobLinks(PAIR, Constants()), describe(models.Plain()), selection.rank_plans
+    links, workload, search = JobLinks(PAIR, Constants()), describe(models.Plain()), PREDICTOR.search
 
     def search_long(*arguments: Any, **options: Any) -> Any:
         time.sleep(2.5)
         return search(*arguments, **options)
 
-    with mock.patch.object(selection, "rank_plans", search_long):
+    with mock.patch.object(PREDICTOR, "search", search_long):
         found, fault = proposals.propose(workload, links, settings, group)
     return {"fault": fault, "plans": [] if found is None else [each.plan.fingerprint for each in found.plans]}
 
@@ -397,9 +474,9 @@ def collections() -> int:
     """Number of full garbage collections between the choice of a job's plan and its first step."""
     counts, start, begin = list[int](), JobTuning.start, LiveTuner.__init__
 
-    def note(self: Any, *arguments: Any, method: Any) -> Any:
+    def note(self: Any, *arguments: Any, method: Any, **options: Any) -> Any:
         counts.append(gc.get_stats()[2]["collections"])
-        return method(self, *arguments)
+        return method(self, *arguments, **options)
 
     with (
         mock.patch.object(JobTuning, "start", partialmethod(note, method=start)),

@@ -26,6 +26,7 @@ from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
+from lightning_autosync.strategy.tuning.pass_times import NOTES
 from lightning_autosync.strategy.tuning.preparation import Preparation, prepare, remember
 from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
@@ -87,6 +88,11 @@ class JobTuning:
         return self._resolution
 
     @property
+    def notes(self) -> int:
+        """Numbers of each rank that travel with the gradients of a job that tunes itself."""
+        return NOTES if self.resolution.alternatives else 0
+
+    @property
     def trying(self) -> bool:
         """Whether other plans are tried, or may yet be."""
         return self._tuner is not None and not self._tuner.ended
@@ -138,7 +144,8 @@ class JobTuning:
             open_engine: opens an engine for a schedule; collective. Its second argument, which may be left out,
                 limits the seconds in which ranks connect. With its third one, resources, only an engine is made.
             reserve: opens the resources of an engine, on another thread, for a schedule, with the seconds in which
-                ranks connect, and with a process group that nothing else uses; collective.
+                ranks connect, with a process group that nothing else uses, and with what is called between pieces of
+                the work; collective.
             use: lets an engine synchronize the following passes.
 
         Returns:
@@ -154,8 +161,10 @@ class JobTuning:
             return engine
         assert self._settings.tuning is not None
         assert self._preparation is not None
-        # Compiled now, so that no step has to wait for it.
+        # Compiled now, so that no step has to wait for it; and so are their fingerprints, which ranks compare.
         self._schedules = [compile_plan(each.plan, found.workload, found.cluster) for each in found.alternatives]
+        for schedule in self._schedules:
+            _ = schedule.fingerprint
         timeout, overlaps = timedelta(seconds=self._settings.timeout), self._settings.overlap is not None
         self._control = dist.new_group(timeout=timeout, group_desc=OWN_GROUP)
         # Likewise: so many new objects let Python soon collect its garbage, which would take a step up to 0.5 s.
@@ -168,7 +177,9 @@ class JobTuning:
         self._tuner = LiveTuner(
             found.alternatives,
             engine,
-            BackgroundOpening(lambda index: reserve(self._schedules[index], TRIAL_CONNECT_TIMEOUT, self._control)),
+            BackgroundOpening(
+                lambda index, rest: reserve(self._schedules[index], TRIAL_CONNECT_TIMEOUT, self._control, rest)
+            ),
             lambda index, resources: open_engine(self._schedules[index], resources=resources),
             use_plan,
             self._settings.tuning,
@@ -178,6 +189,7 @@ class JobTuning:
             None if overlaps else DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
             self._prices(),
             overlaps,
+            watches=self._meter is not None,
         )
         return engine
 
@@ -188,7 +200,10 @@ class JobTuning:
             return None
         assert self._settings.tuning is not None
         limit, overlaps = self._settings.tuning.search, self._settings.overlap is not None
-        return PlanPrices(found.workload, found.cluster, self._constants, self._schedules, limit, overlaps)
+        plans = [each.plan for each in found.alternatives]
+        return PlanPrices(
+            found.workload, found.cluster, self._constants, plans, self._schedules[0], limit, overlaps=overlaps
+        )
 
     def _open_first(self, open_engine: Callable[..., Engine]) -> Engine:
         # After a change of the links, training has begun and waits.
@@ -212,6 +227,8 @@ class JobTuning:
             self._meter = StepMeter(dist.get_rank(self._group), overlaps=self._settings.overlap is not None)
             if self._tuner is None:
                 self._record(engine)
+            else:
+                self._tuner.watch()
 
     def step_figures(self) -> StepFigures | None:
         """The figures of the steps since the last call; None if there were none, or `measure_steps` was not called."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_autosync.documents import counted
 from lightning_autosync.engine import Engine
+from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder, StepTrace
 from lightning_autosync.errors import OpeningError
@@ -26,9 +27,6 @@ from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.report import TrialReport
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.strategy.tuning.tuner import Candidate, Trial, Tuner
-
-PRICING_WAIT, PRICING_SHARE = 0.02, 0.3
-"""Seconds of a step, and share of its time, for which it waits for predictions on rank 0."""
 
 _END = -1
 """Chosen in place of a plan when tuning has ended."""
@@ -70,6 +68,7 @@ class LiveTuner:
         prices: predicts the plans anew on rank 0, with the computation of the first passes; None keeps the predictions.
         overlaps: whether passes may overlap with the next forward pass. ``group`` must then be one that nothing else
             uses at that time, because passes end at different places of the programs of ranks.
+        watches: whether `trace` tells when this rank had the sums of messages.
 
     Attributes:
         passes: number of synchronized passes so far.
@@ -90,7 +89,9 @@ class LiveTuner:
         drift: DriftWatch | None,
         prices: PlanPrices | None = None,
         overlaps: bool = False,
+        watches: bool = False,
     ) -> None:
+        self._watches = watches
         self._alternatives = list(alternatives)
         self._engines = {0: engine}
         self._opening, self._make, self._use = opening, make, use
@@ -102,7 +103,7 @@ class LiveTuner:
         self._overlaps, self._late = overlaps, int(overlaps)
         self._tuner = Tuner(candidates, *limits, priced=prices is None, late=self._late)
         self._prices, self._warm_up = prices, settings.warm_up
-        self._rank = dist.get_rank(group)
+        self._rank, self._group = dist.get_rank(group), group
         self._traces: list[StepTrace] = []
         self._computed: list[float] = []
         self._recorder = Recorder(0)
@@ -203,6 +204,11 @@ class LiveTuner:
         self._recorder.begin()
         return reason
 
+    def watch(self) -> None:
+        """Let `trace` tell from the next pass on when this rank had the sums of messages."""
+        self._watches = self._recorder.watches = True
+        self._engines[self._used].trace(self._recorder)
+
     def close(self) -> None:
         """Close the engines of all plans but the present one, and stop predictions."""
         if self._prices is not None:
@@ -219,10 +225,9 @@ class LiveTuner:
 
     def _try(self, own: PassTimes) -> str:
         if self._times.under_way:
-            known, agreed, priced = len(self._tuner.trials), self._times.take(), self._tuner.priced
+            known, agreed = len(self._tuner.trials), self._times.take()
             self._reprice(agreed)
-            # While rank 0 waits for predictions, passes take longer than the plan needs.
-            self._tuner.record(agreed.period if priced else math.nan)
+            self._tuner.record(agreed.period)
             for trial in self._tuner.trials[known:]:
                 rank_zero_info(f"AutoSync: {self._report_of(trial)}")
             if self._chosen[-1] == _END:  # all ranks have agreed on that
@@ -230,38 +235,41 @@ class LiveTuner:
                 return ""
         self._open_next()
         self._chosen.append(_END if self._tuner.finished else self._tuner.following())
-        opening = self._opening.is_under_way()
-        self._times.share(own, self._chosen[-1], self._tuner.present, self._new_prices(), opening)
         self._follow()
+        self._share(own, self._chosen[-1], self._tuner.present, self._opening.is_under_way(), self._knows_prices())
         return ""
 
+    def _share(
+        self, own: PassTimes, choice: int = 0, present: int = 0, opening: bool = False, priced: bool = False
+    ) -> None:
+        """Start an exchange with the other ranks; arguments as for `AgreedTimes.share`."""
+        self._times.share(own, choice, present, opening, priced, self._engines[self._used].notes)
+
     def _reprice(self, agreed: PassTimes) -> None:
-        """Collect the times of the first passes, and take new predictions once rank 0 has shared them."""
+        """Collect the times of the first passes, and take new predictions once rank 0 knows them; collective."""
         if self._tuner.priced:
             return
         self._computed.append(agreed.compute)
-        if found := self._times.prices:
-            known = zip(self._alternatives, found, strict=True)
-            self._alternatives = [replace(each, predicted=price) for each, price in known]
+        if self._times.priced:
+            assert self._prices is not None
+            found = broadcast_json(self._prices.wait(), self._group)
+            if found:
+                known = zip(self._alternatives, found, strict=True)
+                self._alternatives = [replace(each, predicted=price) for each, price in known]
             self._tuner.reprice(found)
 
-    def _new_prices(self) -> Sequence[float]:
-        """What this rank shares of predictions: seconds by plan once rank 0 knows them, else -inf; empty afterwards."""
-        if self._prices is None or self._tuner.priced:
-            return ()
-        unknown = [-math.inf] * len(self._alternatives)
-        if self._rank:
-            return unknown
+    def _knows_prices(self) -> bool:
+        """Whether this rank knows new predictions that it has not shared. Rank 0 begins them after some passes."""
+        if self._prices is None or self._tuner.priced or self._rank:
+            return False
         if self.passes <= self._warm_up:
             self._traces.append(self.trace)
             if self.passes == self._warm_up:
                 # The first pass is slower: buffers and connections are new.
                 times = self._computed[1 + self._late :] or [self.trace.backward]
                 self._prices.start(self._traces[-len(times) :], statistics.median(times))
-            return unknown
-        usual = statistics.median(trace.synchronized for trace in self._traces)
-        found = self._prices.wait(max(PRICING_WAIT, PRICING_SHARE * usual))
-        return unknown if found is None else found or [each.predicted for each in self._alternatives]
+            return False
+        return self._prices.wait() is not None
 
     def _watch(self, own: PassTimes) -> str:
         if self._drift is None:
@@ -269,7 +277,7 @@ class LiveTuner:
         reason = self._drift.record(self._times.take()) if self._times.under_way else ""
         self._window.append(own)
         if len(self._window) == WINDOW:
-            self._times.share(median_times(self._window))
+            self._share(median_times(self._window))
             self._window = []
         return reason
 
@@ -309,7 +317,7 @@ class LiveTuner:
         engine = self._engines[plan]
         self._used = plan
         self._use(plan, engine)
-        self._recorder = Recorder(len(engine.schedule.messages))
+        self._recorder = Recorder(len(engine.schedule.messages), self._watches)
         for other in self._engines.values():
             other.trace(self._recorder if other is engine else None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,11 +12,17 @@ from contextlib import contextmanager
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.resources import Resources
+from lightning_autosync.engine.waiting import SLICE
 from lightning_autosync.errors import OpeningError, PeerLost
 
 _TURN = 0.0005
 """Seconds for which this package's work on a thread may keep other threads of Python from running. By default these
 are 0.005 s, and a training step has hundreds of moments at which its thread asks for its turn."""
+
+SHARE = 0.05
+"""Share of a core with which a rank opens a plan. Several ranks may share a core, and all open it at the same time."""
+LONGEST_REST = 0.75 * SLICE
+"""Seconds. Ranks that wait longer for one that rests would begin to ask which rank is lost, and that takes CPU time."""
 
 
 class _Turns:
@@ -46,22 +53,42 @@ def short_turns() -> Iterator[None]:
                 sys.setswitchinterval(_Turns.usual)
 
 
+class Rests:
+    """Spreads the work of a thread over time: after each piece of work, the thread rests a multiple of its CPU time.
+
+    Args:
+        share: share of a core that the thread takes on average, if no piece of work is so long that its rest would be
+            longer than `LONGEST_REST`.
+        ended: set when there is no time to rest any more.
+    """
+
+    def __init__(self, share: float, ended: threading.Event) -> None:
+        self._factor, self._ended = 1 / share - 1, ended
+        self._rested = time.thread_time()
+
+    def __call__(self) -> None:
+        """Rest; call it on the thread."""
+        self._ended.wait(min(LONGEST_REST, self._factor * (time.thread_time() - self._rested)))
+        self._rested = time.thread_time()
+
+
 class BackgroundOpening:
     """Opens plans one after the other while training continues, and closes those that are not needed any more.
 
     Args:
         reserve: opens the resources of a plan, given its index; collective. It runs on a thread of its own, so it needs
-            a process group that nothing else uses.
+            a process group that nothing else uses. It calls its second argument between pieces of its work.
 
     Attributes:
         plan: index of the plan that is being opened, or open and not taken; None if there is none.
     """
 
-    def __init__(self, reserve: Callable[[int], Resources]) -> None:
+    def __init__(self, reserve: Callable[[int, Callable[[], None]], Resources]) -> None:
         self._reserve = reserve
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autosync-opening")
         self._resources: Future[Resources] | None = None
         self._told = False
+        self._ended = threading.Event()
         self._closings: list[Future[None]] = []
         self.plan: int | None = None
 
@@ -108,6 +135,7 @@ class BackgroundOpening:
 
         A warning tells if it could not be opened, except where ranks expect that: see `OpeningError` and `PeerLost`.
         """
+        self._ended.set()
         self._thread.shutdown()
         if self._resources is not None:
             error = self._resources.exception()
@@ -125,4 +153,4 @@ class BackgroundOpening:
 
     def _run(self, plan: int) -> Resources:
         with short_turns():
-            return self._reserve(plan)
+            return self._reserve(plan, Rests(SHARE, self._ended))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -12,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.notes import Notes
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import ExchangeError
 
+NOTES = 9
+"""Numbers of a rank in an exchange of times."""
 _RECENT = 32
 """Passes from which the usual time between passes is taken."""
 
@@ -82,32 +84,33 @@ class OverlappingTimes:
 class AgreedTimes:
     """Agrees on times between ranks, while the next pass runs.
 
-    A small all-reduce carries them. It is started at the end of a pass, when ranks are together, and its result is
-    read at the end of the next one. So no rank waits for it, except where links are slower than a step. It also carries
-    the plan that the rank has chosen for a later pass: a rank that chose another one is found before that pass, in
-    which ranks with different plans would wait for each other.
+    They travel with the gradients of the next pass, or in a small all-reduce if the next pass has no message that can
+    carry them. That is started at the end of a pass, when ranks are together, and its result is read at the end of the
+    next one. So no rank waits for it, except where links are slower than a step. With the times travels the plan that
+    the rank has chosen for a later pass: a rank that chose another one is found before that pass, in which ranks with
+    different plans would wait for each other.
 
     Args:
         group: the ranks; None is the default group.
 
     Attributes:
-        prices: predicted step times, from the exchange that was last taken; empty if no rank had shared any.
-        opening: whether a rank still opened a plan, in that exchange.
+        opening: whether a rank still opened a plan, in the exchange that was last taken.
+        priced: whether a rank knew new predictions, in that exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self.prices: Sequence[float] = ()
-        self.opening = False
-        self._under_way: deque[tuple[torch.Tensor, dist.Work, tuple[int, int]]] = deque()
+        self.opening = self.priced = False
+        self._under_way: deque[tuple[Notes | tuple[torch.Tensor, dist.Work], list[float]]] = deque()
 
     def share(
         self,
         own: PassTimes,
         choice: int = 0,
         present: int = 0,
-        prices: Sequence[float] = (),
         opening: bool = False,
+        priced: bool = False,
+        notes: Notes | None = None,
     ) -> None:
         """Start an exchange of times and of the next choice; collective.
 
@@ -116,16 +119,23 @@ class AgreedTimes:
             choice: number of the plan that this rank has chosen for a later pass, -1 for the end of tuning; `take`
                 raises if ranks have chosen differently.
             present: number of the plan that is used when nothing is tried; likewise.
-            prices: predicted step times, of the same number on all ranks; -inf on ranks that know none.
             opening: whether this rank still opens a plan.
+            priced: whether this rank knows new predictions.
+            notes: numbers that travel with the gradients of the next pass; None if none do.
         """
-        # The largest of negated numbers is the negated least, so one all-reduce does for both.
-        decided = [choice, present, -choice, -present]
-        times = [own.whole, own.unusual, own.compute]
-        numbers = torch.tensor([*times, *decided, opening, *prices], dtype=torch.float64)
-        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        # The largest of negated numbers is the negated least, so one maximum does for both.
+        numbers = [own.whole, own.unusual, own.compute, choice, present, -choice, -present, opening, priced]
+        if notes is not None:
+            notes.write(numbers)
+            self._under_way.append((notes, numbers))
+        else:
+            self._under_way.append((self._start(numbers), numbers))
+
+    def _start(self, numbers: Sequence[float]) -> tuple[torch.Tensor, dist.Work]:
+        largest = torch.tensor(numbers, dtype=torch.float64)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._under_way.append((numbers, work, (choice, present)))
+        return largest, work
 
     @property
     def under_way(self) -> int:
@@ -138,16 +148,21 @@ class AgreedTimes:
         Raises:
             ExchangeError: a rank was lost, did not answer in time, or has chosen another plan.
         """
-        numbers, work, decided = self._under_way.popleft()
-        work.wait()
-        whole, unusual, compute, choice, present, least_choice, least_present, opening, *prices = numbers.tolist()
+        carrier, numbers = self._under_way.popleft()
+        if isinstance(carrier, Notes) and carrier.travelled:
+            largest = carrier.largest()
+        else:  # a message does not travel in a pass in which all its parameters are frozen, on all ranks
+            found, work = self._start(numbers) if isinstance(carrier, Notes) else carrier
+            work.wait()
+            largest = found.tolist()
+        whole, unusual, compute, choice, present, least_choice, least_present, opening, priced = largest
         if (choice, present) != (-least_choice, -least_present):
+            decided = round(numbers[3]), round(numbers[4])
             raise ExchangeError(
                 f"tuning: ranks chose different plans for the same step ({self._told(decided)}). This is a fault of "
                 "lightning-autosync: train with tuning='off', and report it"
             )
-        self.prices = prices if all(map(math.isfinite, prices)) else ()
-        self.opening = bool(opening)
+        self.opening, self.priced = bool(opening), bool(priced)
         return PassTimes(whole, unusual, compute)
 
     def _told(self, decided: tuple[int, int]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -14,11 +13,14 @@ import numpy
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
-from lightning_autosync.errors import MissingPackageError
-from lightning_autosync.plan import Schedule
-from lightning_autosync.replay import Constants, overlapped_step_time
-from lightning_autosync.strategy.tuning.opening import short_turns
+from lightning_autosync.errors import MissingPackageError, PredictorError
+from lightning_autosync.plan import Schedule, SyncPlan
+from lightning_autosync.replay import Constants
+from lightning_autosync.strategy.tuning.predictor import PREDICTOR, Predictor
 from lightning_autosync.workload import Workload
+
+PATIENCE = 60.0
+"""Seconds within which predictions must be there."""
 
 
 def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[StepTrace], slowest: float) -> Workload:
@@ -63,17 +65,19 @@ def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[Step
 
 
 class PlanPrices:
-    """Predicts the step times of plans on a thread, while training continues.
+    """Predicts the step times of plans in another process, while training continues.
 
-    It gives up after ``limit`` seconds, or when a prediction is no number.
+    It gives up after ``limit`` seconds of CPU time, or when the reply takes too long because all cores are busy.
 
     Args:
         workload: the parameters of the model.
         cluster: the links, with rates.
         constants: costs of the hosts.
-        schedules: the compiled plans; the first is that of the measured steps.
-        limit: maximum seconds of the predictions.
+        plans: the plans.
+        schedule: the compiled first plan, by which the measured steps were synchronized.
+        limit: maximum seconds of CPU time of the predictions.
         overlaps: whether steps overlap with the next forward pass (``overlap="step"``).
+        predictor: the process.
     """
 
     def __init__(
@@ -81,31 +85,38 @@ class PlanPrices:
         workload: Workload,
         cluster: ClusterSpec,
         constants: Constants,
-        schedules: Sequence[Schedule],
-        limit: float = math.inf,
+        plans: Sequence[SyncPlan],
+        schedule: Schedule,
+        limit: float,
         overlaps: bool = False,
+        predictor: Predictor = PREDICTOR,
     ) -> None:
         self._workload, self._cluster, self._constants = workload, cluster, constants
-        self._schedules = schedules
+        self._plans, self._schedule = plans, schedule
         self._limit, self._overlaps = limit, overlaps
-        self._stopped = threading.Event()
+        self._predictor = predictor
+        self._stopped = False
         self._found: list[float] = []
         self._thread: threading.Thread | None = None
 
     def start(self, traces: Sequence[StepTrace], slowest: float) -> None:
         """Begin to predict; arguments as for `timed_workload`."""
         job = self._guarded(lambda: self._predict(traces, slowest))
+        # The thread only waits for the reply.
         self._thread = threading.Thread(target=job, name="autosync-prices", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end after the plan that it predicts now."""
-        self._stopped.set()
+        """End the predictions that are under way."""
+        self._stopped = True
+        while self._thread is not None and self._thread.is_alive():
+            self._predictor.end()  # it may be about to start
+            self._thread.join(0.05)
 
-    def wait(self, seconds: float) -> Sequence[float] | None:
+    def wait(self, seconds: float = 0.0) -> Sequence[float] | None:
         """Predicted seconds of a step by plan, after at most so many seconds; None if they are not known by then.
 
-        They are empty if the prediction failed or took too long. A warning has told why it failed.
+        They are empty if the prediction failed or took too long. A warning has told why.
         """
         if self._thread is None:
             return None
@@ -113,38 +124,28 @@ class PlanPrices:
         return None if self._thread.is_alive() else self._found
 
     def _predict(self, traces: Sequence[StepTrace], slowest: float) -> None:
-        # Late: it needs numba.
-        from lightning_autosync.replay import Replay
-
         # Times of a workload hold for a node of speed 1.
         speed = min(node.speed for node in self._cluster.nodes)
-        timed = timed_workload(self._workload, self._schedules[0], traces, speed * slowest)
-        replay = Replay(timed, self._cluster, self._constants)
-        end, found = time.monotonic() + self._limit, []
-        for schedule in self._schedules:
-            if self._stopped.is_set() or time.monotonic() > end:
-                return
-            if self._overlaps:
-                found.append(overlapped_step_time(schedule, timed, replay))
-            else:
-                found.append(replay.predict(schedule).step_time)
+        timed = timed_workload(self._workload, self._schedule, traces, speed * slowest)
+        found = self._predictor.predict(
+            timed, self._cluster, self._constants, self._plans, self._limit, PATIENCE, self._overlaps
+        )
         if not all(map(math.isfinite, found)):
-            raise ValueError(f"predicted seconds are {found}")
+            raise PredictorError(f"predicted seconds are {found}")
         self._found = found
 
-    @staticmethod
-    def _guarded(predict: Callable[[], None]) -> Callable[[], None]:
+    def _guarded(self, predict: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
             try:
-                with short_turns():
-                    predict()
+                predict()
             except MissingPackageError:
                 pass  # the reason for the first plan says so
             except Exception as error:  # training does not depend on it
-                warnings.warn(
-                    f"AutoSync: plans are tried in the order of their first predictions, because new ones failed: "
-                    f"{type(error).__name__}: {error}; this is a fault of lightning-autosync: please report it",
-                    stacklevel=1,
-                )
+                if not self._stopped:
+                    warnings.warn(
+                        f"AutoSync: plans are tried in the order of their first predictions, because new ones failed: "
+                        f"{type(error).__name__}: {error}",
+                        stacklevel=1,
+                    )
 
         return run

@@ -24,6 +24,7 @@ from lightning_autosync.replay import Constants, synchronization_bound
 from lightning_autosync.strategy.choice import LEAST_GAIN, plans_by_formula, synchronization_times
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative
+from lightning_autosync.strategy.tuning.predictor import PREDICTOR
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload
 
@@ -118,7 +119,7 @@ def propose(
     assert tuning is not None
     found = _first_rank_result(lambda: _search(workload, links, settings, tuning), settings.timeout, group)
     if "fault" in found:
-        rank_zero_warn(f"AutoSync: {found['fault']}; this is a fault of lightning-autosync: please report it")
+        rank_zero_warn(f"AutoSync: {found['fault']}")
         return None, found["fault"]
     proposals = order_plans(_marked(list(map(_alternative, found["plans"]))), links, found["overlaps"])
     plans = proposals.plans if tuning.plans else proposals.plans[:1]
@@ -145,17 +146,14 @@ def search_plans(
     Raises:
         MissingPackageError: the replay's package numba is not installed.
     """
-    # Late: numba takes long to import, and only rank 0 needs it.
+    # Late: numba takes long to import.
     from lightning_autosync.search.selection import rank_plans
 
     ranked = rank_plans(
         balanced_workload(workload, links) if overlaps else workload,
         links.cluster,
         constants=links.constants,
-        seconds=tuning.search,
-        keep=2 * tuning.plans + 1,
-        bucket_bytes=bucket_bytes,
-        overlaps=overlaps,
+        **_search_options(tuning, bucket_bytes, overlaps),
     )
     return _marked([Alternative(each.plan, each.origin, each.seconds) for each in ranked])
 
@@ -173,18 +171,23 @@ def balanced_workload(workload: Workload, links: JobLinks) -> Workload:
     return workload.model_copy(update={"forward_time": passes / 3, "backward_time": 2 * passes / 3})
 
 
+def _search_options(tuning: TuningSettings, bucket_bytes: int | None, overlaps: bool) -> dict[str, Any]:
+    keep = 2 * tuning.plans + 1
+    return {"seconds": tuning.search, "keep": keep, "bucket_bytes": bucket_bytes, "overlaps": overlaps}
+
+
 def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
     """Plans with their predicted times, fastest first, and a remark for the reason, as plain data."""
-    remark, overlaps = "", settings.overlap is not None
+    overlaps = settings.overlap is not None
+    options = _search_options(tuning, settings.bucket_bytes, overlaps)
+    assumed = balanced_workload(workload, links) if overlaps else workload
     try:
-        found = search_plans(workload, links, tuning, settings.bucket_bytes, overlaps)
+        plans = PREDICTOR.search(assumed, links.cluster, links.constants, **options)
+        return {"plans": plans, "remark": "", "overlaps": overlaps}
     except MissingPackageError as error:
-        by_formula = plans_by_formula(workload, links.cluster, settings.bucket_bytes)
-        found = [Alternative(each.plan, each.builder, each.seconds) for each in by_formula]
-        found.sort(key=lambda each: each.predicted)
-        remark, overlaps = f". These times are from formulas. {error}", False
-    plans = [{"plan": each.plan.to_dict(), "seconds": each.predicted, "origin": each.name} for each in found]
-    return {"plans": plans, "remark": remark, "overlaps": overlaps}
+        found = sorted(plans_by_formula(workload, links.cluster, settings.bucket_bytes), key=lambda each: each.seconds)
+        plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.builder} for each in found]
+        return {"plans": plans, "remark": f". These times are from formulas. {error}", "overlaps": False}
 
 
 def _first_rank_result(

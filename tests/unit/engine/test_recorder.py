@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from unittest import mock
 from unittest.mock import Mock, call
 
 import pytest
 import torch
+from collective_traffic import pretended_job
+from torch import nn
 
-from lightning_autosync.engine import profiling, tracing
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import Engine, profiling, tracing
+from lightning_autosync.engine.exchanges.native import AllReduceExchange
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.workload import Variable, Workload
+
+PAIR = ClusterSpec.uniform(2, name="pair")
+ONE = Workload(name="one", variables=(Variable(name="weight", shape=(3,)),))
 
 
 @pytest.fixture
@@ -41,6 +51,19 @@ def test_a_step_may_end_within_a_wait(recorder: Recorder) -> None:
     recorder.end_wait()
     trace = recorder.end()
     assert (trace.waits, trace.overlapped) == ((), False)
+
+
+@pytest.mark.parametrize("watches", [False, True])
+def test_exchanges_report_sums_only_to_a_recorder_that_asks(watches: bool) -> None:
+    with pretended_job(2):
+        schedule = compile_plan(builders.all_reduce(ONE, PAIR), ONE, PAIR)
+        engine = Engine([("weight", nn.Parameter(torch.zeros(3)))], schedule, watched=True)
+        with mock.patch.object(AllReduceExchange, "watch") as watch:
+            engine.trace(Recorder(1, watches))
+            engine.trace(None)
+    asked, stopped = watch.call_args_list
+    assert (asked.args[0] is not None) == watches
+    assert stopped == call(None)
 
 
 def test_without_a_profiler_there_is_one_context_for_all_work() -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from lightning_autosync.engine.waiting import SLICE
 from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost
-from lightning_autosync.strategy.tuning.opening import BackgroundOpening, short_turns
+from lightning_autosync.strategy.tuning.opening import LONGEST_REST, SHARE, BackgroundOpening, Rests, short_turns
 
 
 class Resources:
@@ -33,7 +36,7 @@ class Resources:
 
 
 def opening_of(reserve: Callable[[int], Any]) -> BackgroundOpening:
-    return BackgroundOpening(reserve)
+    return BackgroundOpening(lambda plan, rest: reserve(plan))
 
 
 def settled(opening: BackgroundOpening) -> BackgroundOpening:
@@ -166,6 +169,57 @@ def test_an_error_of_closing_is_told_at_the_end() -> None:
     opening.discard([Broken("one", [])])  # type: ignore[list-item]
     with pytest.raises(OSError, match="a test says so"):
         opening.close()
+
+
+def test_a_thread_that_opens_a_plan_rests_for_most_of_the_time() -> None:
+    found = list[float]()
+
+    def work(plan: int, rest: Callable[[], None]) -> Any:
+        for _ in range(5):
+            begin, used = time.monotonic(), time.thread_time()
+            while time.thread_time() - used < 0.004:
+                pass
+            worked = time.thread_time() - used
+            rest()
+            found.append(worked / (time.monotonic() - begin))
+
+    opening = BackgroundOpening(work)
+    opening.start(1)
+    settled(opening)
+    assert len(found) == 5
+    assert all(share < 1.1 * SHARE for share in found)
+    opening._resources = None
+    opening.close()
+
+
+def test_no_rest_is_so_long_that_other_ranks_ask_who_is_lost() -> None:
+    ended = mock.Mock()
+    rest, used = Rests(SHARE, ended), time.thread_time()
+    while time.thread_time() - used < 0.05:
+        pass
+    rest()
+    assert ended.wait.call_args == mock.call(LONGEST_REST)
+    assert LONGEST_REST < SLICE
+
+
+def test_it_does_not_rest_when_the_job_ends() -> None:
+    worked, rested = threading.Event(), threading.Event()
+
+    def work(plan: int, rest: Callable[[], None]) -> Any:
+        used = time.thread_time()
+        while time.thread_time() - used < 0.1:
+            pass
+        worked.set()
+        rest()
+        rested.set()
+        raise OpeningError("a test says so")
+
+    opening = BackgroundOpening(work)
+    opening.start(1)
+    assert worked.wait(10.0)
+    opening.close()
+    assert rested.is_set()
+    assert opening._ended.is_set()
 
 
 def test_threads_take_short_turns_within_the_context_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
-from lightning_autosync.plan import Schedule, builders, compile_plan
+from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.replay import Constants, Replay, overlapped_step_time, synchronization_bound
 from lightning_autosync.strategy.tuning import proposals
+from lightning_autosync.strategy.tuning.predictor import PREDICTOR, Predictor
 from lightning_autosync.strategy.tuning.prices import PlanPrices, timed_workload
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.strategy.tuning.tuner import Candidate, Tuner
@@ -69,29 +71,39 @@ def test_times_never_exceed_the_backward_pass_and_never_fall() -> None:
 def test_the_size_of_buckets_that_suits_the_computation_is_predicted_to_be_the_fastest() -> None:
     large = Workload(name="even", variables=tuple(Variable(name=f"w{n}", shape=(62_500,)) for n in range(16)))
     sizes = (250_000, 10**9)
-    schedules = [schedule_of(large, first_bucket_bytes=size, bucket_bytes=size) for size in sizes]
-    without = [Replay(large, PAIR).predict(schedule).step_time for schedule in schedules]
+    plans = [builders.all_reduce(large, PAIR, first_bucket_bytes=size, bucket_bytes=size) for size in sizes]
+    without = [Replay(large, PAIR).predict(compile_plan(plan, large, PAIR)).step_time for plan in plans]
     # Backward takes as long as the transfer: small messages hide most of it.
-    found = prices_of(large, schedules, trace(0.01, tuple(0.01 + 0.02 * (n + 1) for n in range(16)), 0.33))
+    found = prices_of(large, plans, trace(0.01, tuple(0.01 + 0.02 * (n + 1) for n in range(16)), 0.33))
     assert without[0] == pytest.approx(without[1], rel=0.01)
     assert found[0] < 0.7 * found[1]
 
 
-def prices_of(
-    workload: Workload, schedules: list[Schedule], measured: StepTrace, cluster: ClusterSpec = PAIR
-) -> list[float]:
-    prices = PlanPrices(workload, cluster, Constants(), schedules)
-    assert prices.wait(0.0) is None
+def new_prices(
+    workload: Workload,
+    plans: list[SyncPlan],
+    predictor: Any = PREDICTOR,
+    cluster: ClusterSpec = PAIR,
+    limit: float = 60.0,
+) -> PlanPrices:
+    schedule = compile_plan(plans[0], workload, PAIR)
+    return PlanPrices(workload, cluster, Constants(), plans, schedule, limit, predictor)
+
+
+def prices_of(workload: Workload, plans: list[SyncPlan], measured: StepTrace, *rest: Any) -> list[float]:
+    prices = new_prices(workload, plans, *rest)
+    assert prices.wait() is None
     prices.start([measured], measured.backward)
-    found = prices.wait(60.0)
+    found = prices.wait(240.0)
     assert found is not None
     return list(found)
 
 
 def test_prices_with_overlap_are_those_of_steps_that_overlap() -> None:
-    schedules = [compile_plan(builders.byteps(WORKLOAD, PAIR, bucket_bytes=4000), WORKLOAD, PAIR), schedule_of()]
+    plans = [builders.byteps(WORKLOAD, PAIR, bucket_bytes=4000), builders.all_reduce(WORKLOAD, PAIR)]
+    schedules = [compile_plan(plan, WORKLOAD, PAIR) for plan in plans]
     measured = trace(0.001, (0.0015, 0.002, 0.003), 0.003)
-    prices = PlanPrices(WORKLOAD, PAIR, Constants(), schedules, overlaps=True)
+    prices = PlanPrices(WORKLOAD, PAIR, Constants(), plans, schedules[0], 60.0, overlaps=True)
     prices.start([measured], measured.backward)
     timed = timed_workload(WORKLOAD, schedules[0], [measured], measured.backward)
     replay = Replay(timed, PAIR)
@@ -110,25 +122,35 @@ def test_an_unknown_computation_is_taken_to_last_as_long_as_the_links_need() -> 
     assert proposals.balanced_workload(WORKLOAD, unknown) is WORKLOAD
 
 
+ONE = [builders.all_reduce(WORKLOAD, PAIR)]
+
+
 def test_a_prediction_that_fails_is_told_and_gives_none() -> None:
-    unmeasured = ClusterSpec.uniform(2)
-    with pytest.warns(UserWarning, match="new ones failed: ClusterError: "):
-        assert prices_of(WORKLOAD, [schedule_of()], trace(1.0, (1.5,), 2.0), unmeasured) == []
+    with pytest.warns(UserWarning, match="new ones failed: PredictorError: ClusterError: "):
+        assert prices_of(WORKLOAD, ONE, trace(1.0, (1.5,), 2.0), PREDICTOR, ClusterSpec.uniform(2)) == []
 
 
-def test_a_prediction_that_is_no_number_is_told_and_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replay, "predict", lambda self, schedule: SimpleNamespace(step_time=math.nan))
-    with pytest.warns(UserWarning, match="new ones failed: ValueError: predicted seconds are"):
-        assert prices_of(WORKLOAD, [schedule_of()], trace(1.0, (1.5,), 2.0)) == []
+def test_a_prediction_that_is_no_number_is_told_and_gives_none() -> None:
+    broken = SimpleNamespace(predict=lambda *_: [math.nan])
+    with pytest.warns(UserWarning, match="new ones failed: PredictorError: predicted seconds are"):
+        assert prices_of(WORKLOAD, ONE, trace(1.0, (1.5,), 2.0), broken) == []
 
 
-@pytest.mark.parametrize("limit", [math.inf, 0.0])
-def test_predictions_end_when_they_are_stopped_or_take_too_long(limit: float) -> None:
-    prices = PlanPrices(WORKLOAD, PAIR, Constants(), [schedule_of()] * 10_000, limit)
-    if limit:
-        prices.stop()
+def test_predictions_end_when_they_take_too_long() -> None:
+    assert prices_of(WORKLOAD, ONE * 1000, trace(1.0, (1.5,), 2.0), PREDICTOR, PAIR, 0.0) == []
+
+
+def test_predictions_that_are_stopped_end_their_process_and_say_nothing() -> None:
+    own = Predictor()
+    prices = new_prices(WORKLOAD, ONE * 3000, own, PAIR, 600.0)
     prices.start([trace(1.0, (1.5,), 2.0)], 2.0)
-    assert prices.wait(10.0) == []
+    assert prices.wait(0.2) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prices.stop()
+        assert prices.wait(10.0) == []
+    assert own._process is not None
+    assert own._process.poll() is not None
 
 
 @pytest.mark.parametrize("plans", [0, 3])
