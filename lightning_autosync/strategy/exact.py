@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -21,10 +22,10 @@ from lightning_autosync.engine.resources import Resources
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.plan.schedule import first_parameters_first
-from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.overlap import WaitLog, defer_steps_of, make_overlap
+from lightning_autosync.strategy.passes import SynchronizedPasses
 from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
@@ -36,7 +37,7 @@ from lightning_autosync.strategy.tuning.step_meter import StepFigures
 from lightning_autosync.workload import shared_buffers, shared_parameters, variable_names
 
 
-class ExactReplica(Replica):
+class ExactReplica(SynchronizedPasses):
     """Synchronizes ``module`` by a plan with a schedule; most methods are collective.
 
     Args:
@@ -82,7 +83,6 @@ class ExactReplica(Replica):
         self._waits = WaitLog()
         self.scale: GradientScale | None = None
         self._shares: BatchShares | None = None
-        self._engine: Engine | None = None
         self._follow(self._start())
 
     @classmethod
@@ -121,11 +121,6 @@ class ExactReplica(Replica):
         return schedule
 
     @property
-    def engine(self) -> Engine | None:
-        """The engine; None after `close`."""
-        return self._engine
-
-    @property
     def links(self) -> JobLinks | None:
         """The links of the job; None if they were not needed."""
         return self._tuning.links
@@ -148,16 +143,6 @@ class ExactReplica(Replica):
             return figures
         return replace(figures, batch_share=shares.shares[shares.rank] / sum(shares.shares))
 
-    @property
-    def enabled(self) -> bool:
-        """Whether backward passes synchronize gradients; otherwise they only accumulate them."""
-        return self._engine is not None and self._engine.enabled
-
-    @enabled.setter
-    def enabled(self, enabled: bool) -> None:
-        if self._engine is not None:
-            self._engine.enabled = enabled
-
     def settle(self) -> None:
         if self._overlap is not None:
             self._overlap.settle()
@@ -167,7 +152,13 @@ class ExactReplica(Replica):
             defer_steps_of(optimizers)
 
     def before_forward(self, synchronizes: bool) -> None:
-        """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
+        """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow.
+
+        Raises:
+            ExchangeError: an error ended the last backward pass; see `Engine.refuse_unended`.
+        """
+        if self._engine is not None and torch.is_grad_enabled():
+            self._engine.refuse_unended()
         if self._buffers is not None and self._engine is not None:
             if self._overlap is not None and self._buffers.due:  # a look at all modules
                 self._notice_change()
@@ -252,17 +243,9 @@ class ExactReplica(Replica):
         if engine is None:
             yield
             return
-        engine.deferred, enabled = True, engine.enabled
         self._choose_wait(engine)
-        try:
+        with self._synchronizing(engine):
             yield
-            engine.end_backward()
-        except BaseException as error:
-            if enabled:  # otherwise no other rank takes part
-                (self._engine or engine).interrupt(error)
-            raise
-        finally:
-            engine.deferred = False
 
     def gather_state(self) -> dict[str, Any] | None:
         """The state of compressors on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
@@ -313,6 +296,7 @@ class ExactReplica(Replica):
         now, so that the pass exchanges the right messages at once; `_follow_change` handles others after the pass.
         """
         assert self._engine is not None
+        self._begin_by_hand()
         self._choose_wait(self._engine)
         if not self._parameters.active:
             return
@@ -334,10 +318,13 @@ class ExactReplica(Replica):
         self._engine.synchronize()
 
     def _accept_change(self) -> None:
-        """Accept a change that all ranks made; make a new plan if this one lacks a parameter that now trains."""
+        """Accept a change that all ranks made; make a new plan if this one lacks a parameter that now trains.
+
+        Ranks may have drawn other values for new parameters. All take rank 0's, as all parameters before training.
+        """
         assert self._engine is not None
         self._engine.changed = False
-        self._parameters.accept()
+        broadcast_tensors([parameter.data for parameter in self._parameters.accept()], self._group)
         if self._covers():
             self._weights.choose(self._planned)
         else:
@@ -367,12 +354,12 @@ class ExactReplica(Replica):
                 f"({len(new)} such parameters); make the plan for the changed model, or do not give a plan"
             )
         assert self._engine is not None
-        enabled, scale = self._engine.enabled, self._engine.loss_scale
+        enabled, expects, scale = self._engine.enabled, self._engine.expects, self._engine.loss_scale
         self._close_engine()
         self._tuning.resolve(also=set(self._planned.values()))
         self._follow(self._start())
         assert self._engine is not None
-        self._engine.enabled, self._engine.loss_scale = enabled, scale
+        self._engine.enabled, self._engine.expects, self._engine.loss_scale = enabled, expects, scale
         warn_left_out(self._engine.load_state_dict(self._memory), "parameters changed, so a new plan was made")
 
     def _start(self) -> Engine:
@@ -396,6 +383,7 @@ class ExactReplica(Replica):
         )
         engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._end_pass
         engine.on_backward = self._end_backward
+        engine.expects = False  # as DDP's reducer before the first forward pass
         return engine
 
     def _reserve(self, schedule: Schedule, connect_timeout: float, control: dist.ProcessGroup | None) -> Resources:
@@ -422,7 +410,7 @@ class ExactReplica(Replica):
         present = self._engine
         if present is None or present is engine:
             return
-        engine.enabled, engine.loss_scale = present.enabled, present.loss_scale
+        engine.enabled, engine.expects, engine.loss_scale = present.enabled, present.expects, present.loss_scale
         present.enabled = False
         self._follow(engine)
 

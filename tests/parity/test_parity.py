@@ -34,6 +34,14 @@ SELECTION = {
     "fabric, clipped and accumulated": "default",
     "fabric, saved by DDP, loaded by AutoSync": "native",
     "manual optimization with toggles": "default",
+    "attack that ends earlier on one rank": "default",
+    "attack that ends earlier by hand": "ring",
+    "pictures on one rank": "default",
+    "wrapper called by hand": "default",
+    "hand over after a wrapper call": "ring",
+    "fabric module without its wrapper": "default",
+    "fabric second pass through one graph": "ring",
+    "fabric forward within no sync and backward outside": "default",
 }
 """Case, and the plan that it runs by."""
 
