@@ -58,7 +58,7 @@ class Engine:
         schedule: the messages that are exchanged.
         waits: see above; an engine made with ``parameters`` may wait at the end of some passes.
         enabled: whether backward passes synchronize; off while gradients are accumulated locally.
-        expects: whether the next backward pass may begin to synchronize; the caller turns it off for passes of one rank.
+        expects: whether the next backward pass may begin to synchronize; callers turn it off for passes of one rank.
         deferred: whether the caller runs `finish` after each backward pass, also one that reaches no parameter;
             otherwise the engine does when autograd is done.
         changed: whether this rank's parameters are no longer those that the ranks agreed on. The next backward pass

@@ -75,7 +75,7 @@ class ExactReplica(SynchronizedPasses):
         self._planned: dict[str, nn.Parameter] = {}
         self._tuning = JobTuning(module, settings, nodes, devices, group, links)
         self._tuning.resolve()
-        broadcast_tensors(_initial_state(module, settings.initial_buffers), group)
+        broadcast_tensors(initial_state(module, settings.initial_buffers), group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
         self._parameters = ParameterComparison(module, group)
         self._weights = WeightComparison(module, settings.check_replicas, group)
@@ -429,7 +429,7 @@ class ExactReplica(SynchronizedPasses):
         self._waits.tell(*reasons)
 
 
-def _initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:
+def initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:
     """Tensors that all ranks take from rank 0 before training."""
     found = [parameter.data for _, parameter in shared_parameters(module)]
     return found + [buffer.data for _, buffer in shared_buffers(module)] if buffers else found
