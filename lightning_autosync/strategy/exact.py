@@ -83,7 +83,12 @@ class ExactReplica(SynchronizedPasses):
         self._waits = WaitLog()
         self.scale: GradientScale | None = None
         self._shares: BatchShares | None = None
-        self._follow(self._start())
+        try:
+            self._follow(self._start())
+        except BaseException:
+            if self._overlap is not None:
+                self._overlap.close()  # its hook is on all modules of the process
+            raise
 
     @classmethod
     def for_trainer(
@@ -161,15 +166,15 @@ class ExactReplica(SynchronizedPasses):
             self._engine.refuse_unended()
         if self._buffers is not None and self._engine is not None:
             if self._overlap is not None and self._buffers.due:  # a look at all modules
-                self._notice_change()
+                self.notice_change()
             with nullcontext() if self._shares is None else self._shares.waiting():
                 self._buffers.before_forward(synchronizes)
 
     def collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
-        self._notice_change()
+        self.notice_change()
         return nullcontext()
 
-    def _notice_change(self) -> None:
+    def notice_change(self) -> None:
         """Let this rank compare parameters before a collective call, if other ranks do so already."""
         if self._overlap is not None:
             self._overlap.notice_change()
@@ -264,6 +269,7 @@ class ExactReplica(SynchronizedPasses):
             if self._overlap is not None:
                 self._overlap.close()
         finally:
+            self._overlap = None  # the engine to which the end of a trial returns does not overlap any more
             self._close_engine()
 
     def _close_engine(self) -> None:

@@ -18,6 +18,9 @@ REASONS: dict[str, str] = {
         "as under Lightning's DDP, a plain loss.backward() in manual optimization stays on its rank, so replicas drift "
         "apart; AutoSync compares weights when training ends, and raises"
     ),
+    "ignored parameter of the model itself": (
+        "DDP looks for '.scale', where it is told to ignore 'scale', and synchronizes it; AutoSync ignores it"
+    ),
     "adversaries, accumulated": (
         "gradients that a part accumulated before it was toggled off are averaged by DDP in passing, by AutoSync when "
         "that part is synchronized next; the weights are equal"

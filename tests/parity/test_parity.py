@@ -34,6 +34,7 @@ SELECTION = {
     "fabric, clipped and accumulated": "default",
     "fabric, saved by DDP, loaded by AutoSync": "native",
     "manual optimization with toggles": "default",
+    "ignored by one name of two": "default",
     "attack that ends earlier on one rank": "default",
     "attack that ends earlier by hand": "ring",
     "pictures on one rank": "default",

@@ -21,3 +21,21 @@ def test_a_forward_pass_after_a_failed_backward_pass_raises_as_under_ddp(duo) ->
 @pytest.mark.parametrize("strategy", [{}, {"plan": "all_reduce", "overlap": "step"}])
 def test_new_layers_are_made_equal(duo, strategy: dict[str, str]) -> None:
     assert duo.run(pass_jobs.new_layers, **strategy) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "barrier", "broadcast"])
+def test_collective_calls_of_fabric_notice_a_change_on_another_rank(duo, kind: str) -> None:
+    expected = "PlanError: model: parameter 'head.bias': requires_grad is False on rank 1"
+    assert all(found.startswith(expected) for found in duo.run(pass_jobs.change_before_a_collective, kind=kind))
+
+
+def test_a_failed_setup_leaves_no_hook(duo) -> None:
+    assert duo.run(pass_jobs.hooks_after_a_failed_setup) == [0, 0]
+
+
+def test_closing_during_a_trial_ends_the_overlap(duo) -> None:
+    assert duo.run(pass_jobs.overlap_after_a_trial_that_closing_ends) == [False, False]
+
+
+def test_a_failed_setup_of_fabric_closes_the_failure_detector(duo) -> None:
+    assert duo.run(pass_jobs.failure_detector_after_a_failed_setup) == [True, True]
