@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine.accumulator_hooks import AccumulatorHooks
 from lightning_autosync.engine.compressor_state import ParameterStates, check_scale
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.end_of_backward import call_after_backward
-from lightning_autosync.engine.gradient_scale import gradient_accumulator
 from lightning_autosync.engine.gradients import MessageGradients
 from lightning_autosync.engine.notes import Notes
 from lightning_autosync.engine.profiling import profiled
@@ -61,7 +60,9 @@ class Engine:
         schedule: the messages that are exchanged.
         waits: see above; an engine made with ``parameters`` may wait at the end of some passes.
         enabled: whether backward passes synchronize; off while gradients are accumulated locally.
-        deferred: whether the caller runs `finish` after backward; otherwise the engine does when autograd is done.
+        expects: whether the next backward pass may begin to synchronize; callers turn it off for passes of one rank.
+        deferred: whether the caller runs `finish` after each backward pass, also one that reaches no parameter;
+            otherwise the engine does when autograd is done.
         changed: whether this rank's parameters are no longer those that the ranks agreed on. The next backward pass
             then tells the other ranks.
         on_begin: called on every rank at the first gradient of a synchronized pass, unless `deferred`. It may set
@@ -99,9 +100,8 @@ class Engine:
         self.schedule = schedule
         self.waits = waits
         self._overlaps = waits == "parameters"
-        self.enabled = True
-        self.deferred = False
-        self.changed = False
+        self.enabled = self.expects = True
+        self.deferred = self.changed = False
         self.on_begin: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.on_pass: Callable[[], None] | None = None
@@ -126,8 +126,7 @@ class Engine:
         self._gradients = self._resources.gradients
         self._compressor_state = self._resources.compressor_state
         self._graph = StaticGraph(self._gradients) if static_graph else None
-        self._accumulators: list[Node] = []
-        self._handles: list[RemovableHandle] = []
+        self._hooks = AccumulatorHooks()
         self.renew_hooks()
 
     def renew_hooks(self, also: Iterable[nn.Parameter] = ()) -> None:
@@ -139,24 +138,16 @@ class Engine:
             also: parameters outside the schedule. This rank takes part in the exchange after a backward pass that
                 reaches one of them, even if the pass reaches no parameter of the schedule.
         """
-        self._remove_hooks()
+        self._hooks.remove()
+        # Before a gradient is added to the last pass's, also where this pass only accumulates.
+        before = self._finish_last if self._overlaps else None
         known = {parameter for gradients in self._gradients for parameter in gradients.parameters}
         for parameter in also:
             if parameter not in known:
-                self._follow(parameter, self._arm_once)
+                self._hooks.add(parameter, self._arm_once, before)
         for gradients in self._gradients:
             for place, parameter in enumerate(gradients.parameters):
-                self._follow(parameter, self._hook(gradients, place))
-
-    def _follow(self, parameter: nn.Parameter, hook: Callable[..., None]) -> None:
-        # Hooks on the accumulating node run after the user's hooks on the parameter, in whatever order they were
-        # registered. The node lives only as long as somebody refers to it.
-        accumulator = gradient_accumulator(parameter)
-        self._accumulators.append(accumulator)
-        self._handles.append(accumulator.register_hook(hook))
-        if self._overlaps:
-            # Before a gradient is added to the last pass's, also where this pass only accumulates.
-            self._handles.append(accumulator.register_prehook(self._finish_last))
+                self._hooks.add(parameter, self._hook(gradients, place), before)
 
     def finish(self) -> None:
         """Wait until every gradient of this backward pass holds the mean over ranks.
@@ -167,9 +158,7 @@ class Engine:
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
         """
-        if self.changed and self.enabled and not self._armed:
-            # No parameter of the schedule got a gradient here, but the other ranks wait for this rank's messages.
-            self._arm()
+        self._take_part()
         self.launch()
         for index in list(self._pending):
             self.finish_message(index)
@@ -181,6 +170,7 @@ class Engine:
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
         """
+        self._take_part()
         if self.waits == "backward" or self.changed or not self._armed:
             self.finish()
             return
@@ -291,6 +281,22 @@ class Engine:
         for gradients in self._gradients:
             gradients.watch(None if complete is None else partial(complete, gradients.message.index))
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether a synchronized backward pass has begun on this rank, and has not ended."""
+        return self._armed
+
+    def refuse_unended(self) -> None:
+        """Check, before a forward pass, that the last backward pass was not ended by an error that the user caught.
+
+        Raises:
+            ExchangeError: it was; see `interrupt`.
+        """
+        inside = torch._C._current_graph_task_id() != -1  # a checkpoint may run the forward pass again
+        if self._armed and not self.deferred and not inside:
+            self._interruption = self._interruption or "its error was caught"
+            self._refuse_interrupted()
+
     def interrupt(self, cause: BaseException) -> None:
         """Report that a backward pass ended with an error. Later passes raise, because messages are incomplete."""
         self._interruption = f"{type(cause).__name__}: {cause}"
@@ -346,14 +352,8 @@ class Engine:
 
     def release(self) -> Resources:
         """Remove the hooks; returns what is left to be closed, which may be done on any thread."""
-        self._remove_hooks()
+        self._hooks.remove()
         return self._resources
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._accumulators = []
 
     def _hook(self, gradients: MessageGradients, place: int) -> Callable[..., None]:
         arrive, graph = gradients.on_arrival(place), self._graph
@@ -362,6 +362,8 @@ class Engine:
             if not self.enabled:
                 return
             if not self._armed or self._interruption:
+                if not self.expects:
+                    return
                 self._arm()
             if graph is not None and not graph.arrived(gradients, place):
                 return
@@ -373,15 +375,23 @@ class Engine:
         return on_gradient
 
     def _arm_once(self, *_: object) -> None:
-        if self.enabled and not self._armed:
+        if self.enabled and self.expects and not self._armed:
             self._arm()
 
-    def _arm(self) -> None:
+    def _take_part(self) -> None:
+        """Begin a pass without a gradient on this rank, if the other ranks wait for its messages."""
+        if self.enabled and not self._armed and (self.deferred or self.changed):
+            self._arm()
+
+    def _refuse_interrupted(self) -> None:
         if self._interruption:
             raise ExchangeError(
                 f"an earlier backward pass failed on this rank ({self._interruption}). Other ranks may still be in "
                 "that pass: resume from a checkpoint"
             )
+
+    def _arm(self) -> None:
+        self._refuse_interrupted()
         self._finish_last()
         if self.on_begin is not None and not self.deferred:
             self.on_begin()

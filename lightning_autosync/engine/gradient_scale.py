@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
+
+from lightning_autosync.engine.accumulator_hooks import AccumulatorHooks
 
 
 class GradientScale:
@@ -23,24 +23,18 @@ class GradientScale:
 
     def __init__(self, weight: Callable[[], float]) -> None:
         self._weight = weight
-        self._nodes: list[Node] = []
-        self._handles: list[RemovableHandle] = []
+        self._hooks = AccumulatorHooks()
         self._arrived: set[nn.Parameter] = set()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Scale the gradients of these parameters from now on, and of no others."""
         self.close()
         for parameter in parameters:
-            node = gradient_accumulator(parameter)
-            self._nodes.append(node)
-            self._handles.append(node.register_prehook(self._scale))
-            self._handles.append(node.register_hook(partial(self._note, parameter)))
+            self._hooks.add(parameter, partial(self._note, parameter), self._scale)
 
     def close(self) -> None:
         """Scale no gradients any more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._nodes = [], []
+        self._hooks.remove()
 
     def begin(self) -> None:
         """Begin a backward pass, for `arrived`."""
@@ -60,16 +54,3 @@ class GradientScale:
 
     def _note(self, parameter: nn.Parameter, *_: object) -> None:
         self._arrived.add(parameter)
-
-
-def gradient_accumulator(parameter: nn.Parameter) -> Node:
-    """The autograd node that accumulates the gradient of a parameter. It lives as long as somebody refers to it."""
-    trains = parameter.requires_grad
-    with torch.enable_grad():
-        # Only views of trainable parameters lead to the node. A frozen parameter has the same one when it trains again.
-        function = parameter.requires_grad_().view_as(parameter).grad_fn
-    parameter.requires_grad_(trains)
-    assert function is not None
-    accumulator = function.next_functions[0][0]
-    assert accumulator is not None
-    return accumulator

@@ -63,7 +63,8 @@ class MessageGradients(ABC):
         raise ExchangeError(
             f"parameter '{self.message.variables[place]}' got a second gradient before the first was synchronized. A "
             "module that runs several times under activation checkpointing needs use_reentrant=False or "
-            "static_graph=True. After a backward pass that raised an error, resume from a checkpoint"
+            "static_graph=True. LightningModule.backward may make one backward pass only: add up the losses, or use "
+            "manual optimization. After a backward pass that raised an error, resume from a checkpoint"
         )
 
     @property

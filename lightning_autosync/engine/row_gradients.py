@@ -100,7 +100,8 @@ class RowGradients(MessageGradients):
                 # The total includes all rows that this rank touched, so none of the local values remains.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                parameter.grad[total.indices] = total.values.view(-1, *parameter.shape[1:])
+                # The gradient may have a graph, of create_graph=True.
+                parameter.grad.detach()[total.indices] = total.values.view(-1, *parameter.shape[1:])
 
     @property
     def change_seen(self) -> bool:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
 from lightning_autosync.documents import is_path, read_data, shown
+from lightning_autosync.engine.collectives import broadcast_tensors
 from lightning_autosync.engine.replicas import require_equal_structures
 from lightning_autosync.errors import AutoSyncError, ClusterError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
@@ -28,7 +29,7 @@ from lightning_autosync.ports import PortRange
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.autoddl_checkpoint import SplitCheckpoints
 from lightning_autosync.strategy.base import SynchronizedModule
-from lightning_autosync.strategy.exact import ExactReplica
+from lightning_autosync.strategy.exact import ExactReplica, initial_state
 from lightning_autosync.strategy.first_batch import FirstBatch
 from lightning_autosync.strategy.hybrid_choice import Choice, choose_hybrid_plan, common_choice
 from lightning_autosync.strategy.log import rank_zero_info
@@ -176,13 +177,17 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         assert self.model is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == "fit"
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.barrier()
-        fitting = trainer.state.fn == "fit"
         if fitting:
             self._replicate(trainer)
             self.setup_optimizers(trainer)
+        else:
+            broadcast_tensors(initial_state(self.model, buffers=True))  # as under DDP
         self.setup_precision_plugin()
         if fitting:
             self._clip_by_true_norm()
@@ -263,6 +268,8 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         if self._given is not None:
             return self._as_given(self._given, trainer)
         cluster, world = self._settings.cluster, self.num_nodes * self.num_processes
+        if self._layer_sync is not None and self._memory is None:
+            return Choice(reason="sync_batchnorm=True needs unsplit layers"), None
         if world == 1 or (self._memory is None and not (cluster and cluster.measured)):
             # Without rates there is no prediction, so no batch is needed.
             return choose_hybrid_plan(None, cluster, None, self.num_nodes, self.num_processes), None
@@ -307,6 +314,11 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         """A replica for the first plan that passes the check; None if none does. A plan of the user must pass."""
         require_equal_structures(self._plain)  # broadcasts of unlike tensors end the process
         self._refuse_loss_scaling()
+        if self._layer_sync is not None:
+            raise PlanError(
+                "sync_batchnorm=True: it is for whole layers, but this plan splits operators; allowed with "
+                "data-parallel plans and strategy='autosync'"
+            )
         agree(lambda: _refuse_averaging(trainer.callbacks), lambda _: {})
         follow_rank_zero(self._plain, self._settings.initial_buffers)
         for plan in choice.plans:
@@ -363,6 +375,11 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
+        module = self.lightning_module
+        # An error may end training before the module has its Trainer.
+        fitted = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
+        if fitted and self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
 
 
 def _clipping(plugin: Any, replica: SplitReplica) -> Callable[[Optimizer, float], None]:

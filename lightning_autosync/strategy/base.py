@@ -130,6 +130,9 @@ class Replica(ABC):
     def before_forward(self, synchronizes: bool) -> None:
         """Called before each forward pass; ``synchronizes`` tells whether a synchronized backward pass may follow."""
 
+    def after_forward(self) -> None:
+        """Called after each forward pass of the wrapper with gradients, which a backward pass may follow."""
+
     def backward(self, scaler: GradScaler | None = None) -> AbstractContextManager[None]:
         """The context of one backward pass, of a loss that ``scaler`` scales."""
         return nullcontext()
@@ -203,7 +206,9 @@ class SynchronizedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.prepare_forward()
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        self._after_forward()
+        return output
 
     def prepare_forward(self) -> None:
         """Do what comes before each forward pass; collective where ranks exchange buffers."""
@@ -228,6 +233,11 @@ class SynchronizedModule(nn.Module):
     @torch.compiler.disable
     def _settle(self) -> None:
         self.replica.settle()
+
+    @torch.compiler.disable
+    def _after_forward(self) -> None:
+        if torch.is_grad_enabled():
+            self.replica.after_forward()
 
     @torch.compiler.disable
     def _before_forward(self) -> None:

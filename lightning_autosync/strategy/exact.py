@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -21,10 +22,10 @@ from lightning_autosync.engine.resources import Resources
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.plan.schedule import first_parameters_first
-from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.overlap import WaitLog, can_overlap, defer_steps_of, make_overlap, reading_forms
+from lightning_autosync.strategy.passes import SynchronizedPasses
 from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
@@ -36,7 +37,7 @@ from lightning_autosync.strategy.tuning.step_meter import StepFigures
 from lightning_autosync.workload import shared_buffers, shared_parameters, variable_names
 
 
-class ExactReplica(Replica):
+class ExactReplica(SynchronizedPasses):
     """Synchronizes ``module`` by a plan with a schedule; most methods are collective.
 
     Args:
@@ -75,7 +76,7 @@ class ExactReplica(Replica):
         overlaps = settings.overlap if can_overlap(module) else None
         self._tuning = JobTuning(module, replace(settings, overlap=overlaps), nodes, devices, group, links)
         self._tuning.resolve()
-        broadcast_tensors(_initial_state(module, settings.initial_buffers), group)
+        broadcast_tensors(initial_state(module, settings.initial_buffers), group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
         self._parameters = ParameterComparison(module, group)
         self._weights = WeightComparison(module, settings.check_replicas, group)
@@ -83,8 +84,12 @@ class ExactReplica(Replica):
         self._waits = WaitLog()
         self.scale: GradientScale | None = None
         self._shares: BatchShares | None = None
-        self._engine: Engine | None = None
-        self._follow(self._start())
+        try:
+            self._follow(self._start())
+        except BaseException:
+            if self._overlap is not None:
+                self._overlap.close()  # its hook is on all modules of the process
+            raise
 
     @classmethod
     def for_trainer(
@@ -122,11 +127,6 @@ class ExactReplica(Replica):
         return schedule
 
     @property
-    def engine(self) -> Engine | None:
-        """The engine; None after `close`."""
-        return self._engine
-
-    @property
     def links(self) -> JobLinks | None:
         """The links of the job; None if they were not needed."""
         return self._tuning.links
@@ -150,16 +150,6 @@ class ExactReplica(Replica):
             return figures
         return replace(figures, batch_share=shares.shares[shares.rank] / sum(shares.shares))
 
-    @property
-    def enabled(self) -> bool:
-        """Whether backward passes synchronize gradients; otherwise they only accumulate them."""
-        return self._engine is not None and self._engine.enabled
-
-    @enabled.setter
-    def enabled(self, enabled: bool) -> None:
-        if self._engine is not None:
-            self._engine.enabled = enabled
-
     def settle(self) -> None:
         if self._overlap is not None:
             self._overlap.settle()
@@ -169,18 +159,24 @@ class ExactReplica(Replica):
             defer_steps_of(optimizers)
 
     def before_forward(self, synchronizes: bool) -> None:
-        """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
+        """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow.
+
+        Raises:
+            ExchangeError: an error ended the last backward pass; see `Engine.refuse_unended`.
+        """
+        if self._engine is not None and torch.is_grad_enabled():
+            self._engine.refuse_unended()
         if self._buffers is not None and self._engine is not None:
             if self._overlap is not None and self._buffers.due:  # a look at all modules
-                self._notice_change()
+                self.notice_change()
             with nullcontext() if self._shares is None else self._shares.waiting():
                 self._buffers.before_forward(synchronizes)
 
     def collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
-        self._notice_change()
+        self.notice_change()
         return nullcontext()
 
-    def _notice_change(self) -> None:
+    def notice_change(self) -> None:
         """Let this rank compare parameters before a collective call, if other ranks do so already."""
         if self._overlap is not None:
             self._overlap.notice_change()
@@ -254,17 +250,9 @@ class ExactReplica(Replica):
         if engine is None:
             yield
             return
-        engine.deferred, enabled = True, engine.enabled
         self._choose_wait(engine)
-        try:
+        with self._synchronizing(engine):
             yield
-            engine.end_backward()
-        except BaseException as error:
-            if enabled:  # otherwise no other rank takes part
-                (self._engine or engine).interrupt(error)
-            raise
-        finally:
-            engine.deferred = False
 
     def gather_state(self) -> dict[str, Any] | None:
         """The state of compressors on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
@@ -283,6 +271,7 @@ class ExactReplica(Replica):
             if self._overlap is not None:
                 self._overlap.close()
         finally:
+            self._overlap = None  # the engine to which the end of a trial returns does not overlap any more
             self._close_engine()
 
     def _close_engine(self) -> None:
@@ -316,6 +305,7 @@ class ExactReplica(Replica):
         now, so that the pass exchanges the right messages at once; `_follow_change` handles others after the pass.
         """
         assert self._engine is not None
+        self._begin_by_hand()
         self._choose_wait(self._engine)
         if not self._parameters.active:
             return
@@ -337,10 +327,13 @@ class ExactReplica(Replica):
         self._engine.synchronize()
 
     def _accept_change(self) -> None:
-        """Accept a change that all ranks made; make a new plan if this one lacks a parameter that now trains."""
+        """Accept a change that all ranks made; make a new plan if this one lacks a parameter that now trains.
+
+        Ranks may have drawn other values for new parameters. All take rank 0's, as all parameters before training.
+        """
         assert self._engine is not None
         self._engine.changed = False
-        self._parameters.accept()
+        broadcast_tensors([parameter.data for parameter in self._parameters.accept()], self._group)
         if self._covers():
             self._weights.choose(self._planned)
         else:
@@ -370,12 +363,12 @@ class ExactReplica(Replica):
                 f"({len(new)} such parameters); make the plan for the changed model, or do not give a plan"
             )
         assert self._engine is not None
-        enabled, scale = self._engine.enabled, self._engine.loss_scale
+        enabled, expects, scale = self._engine.enabled, self._engine.expects, self._engine.loss_scale
         self._close_engine()
         self._tuning.resolve(also=set(self._planned.values()))
         self._follow(self._start())
         assert self._engine is not None
-        self._engine.enabled, self._engine.loss_scale = enabled, scale
+        self._engine.enabled, self._engine.expects, self._engine.loss_scale = enabled, expects, scale
         warn_left_out(self._engine.load_state_dict(self._memory), "parameters changed, so a new plan was made")
 
     def _start(self) -> Engine:
@@ -399,6 +392,7 @@ class ExactReplica(Replica):
         )
         engine.on_begin, engine.on_change, engine.on_pass = self._begin_pass, self._follow_change, self._end_pass
         engine.on_backward = self._end_backward
+        engine.expects = False  # as DDP's reducer before the first forward pass
         return engine
 
     def _reserve(
@@ -429,7 +423,7 @@ class ExactReplica(Replica):
         present = self._engine
         if present is None or present is engine:
             return
-        engine.enabled, engine.loss_scale = present.enabled, present.loss_scale
+        engine.enabled, engine.expects, engine.loss_scale = present.enabled, present.expects, present.loss_scale
         present.enabled = False
         self._follow(engine)
 
@@ -448,7 +442,7 @@ class ExactReplica(Replica):
         self._waits.tell(*reasons)
 
 
-def _initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:
+def initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:
     """Tensors that all ranks take from rank 0 before training."""
     found = [parameter.data for _, parameter in shared_parameters(module)]
     return found + [buffer.data for _, buffer in shared_buffers(module)] if buffers else found

@@ -133,10 +133,10 @@ class AutoSyncFabricStrategy(DDPStrategy):
         with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
             line = compare_ranks(self._settings)
-        self._shares = open_shares(self._settings, self.global_rank, self.world_size, self.root_device)
         if line is not None:
             # Fabric has no hook for the end of a script.
             self._farewell = weakref.finalize(self, line.close)
+        self._shares = open_shares(self._settings, self.global_rank, self.world_size, self.root_device)
 
     def setup_module(self, module: nn.Module) -> FabricModule:  # type: ignore[override]  # in place of DDP's module
         self._forget(module)
@@ -207,6 +207,27 @@ class AutoSyncFabricStrategy(DDPStrategy):
         """Complete all parameters whose last step is still due; see `AutoSyncMixin.settle`."""
         for replica in self._replicas:
             replica.settle()
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self._notice_changes()
+        return super().all_reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self._notice_changes()
+        return super().all_gather(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._notice_changes()
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self._notice_changes()
+        return super().broadcast(*args, **kwargs)
+
+    def _notice_changes(self) -> None:
+        """Let this rank compare parameters before a collective call, if other ranks do so already."""
+        for replica in self._replicas:
+            replica.notice_change()
 
     def report(self) -> list[TuningReport]:
         """For each module that is set up: how its gradients are synchronized, why, and which plans were tried."""

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_autosync.engine.collectives import gather_json, group_device
 from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck, difference, warn_of_shortened
 from lightning_autosync.errors import PlanError
-from lightning_autosync.workload import shortened_rows, variable_names
+from lightning_autosync.workload import shared_parameters, shortened_rows, variable_names
 
 CALM = 100
 """Passes without a change after which ranks no longer compare their parameters before each pass."""
@@ -29,6 +29,7 @@ class ParameterComparison:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self._module = module
         self._group = group
         self._tracker = ParameterTracker(module)
         self._agreed = self._tracker.digest()
@@ -65,10 +66,16 @@ class ParameterComparison:
         self._refuse_differences()
         self.active, self._calm = True, 0
 
-    def accept(self) -> None:
-        """Take this rank's parameters as those that ranks have agreed on."""
+    def accept(self) -> list[nn.Parameter]:
+        """Take this rank's parameters as those that ranks have agreed on.
+
+        Returns:
+            Those that were added, or replaced others, in the same order on all ranks.
+        """
+        new, present = self._tracker.replaced(), dict(shared_parameters(self._module))
         self._tracker.accept()
         self._agreed = self._tracker.digest()
+        return [present[name] for name in new if name in present]
 
     def _refuse_differences(self) -> None:
         if found := difference(gather_json(self._tracker.facts(), self._group)):

@@ -282,6 +282,16 @@ def _check_combination(settings: StrategySettings, given: Collection[str]) -> No
         )
     if settings.micro_batch is not None and settings.batch_shares is None:
         raise ValueError("micro_batch: it has no effect without batch_shares; use accumulate_grad_batches instead")
+    no_passes = {
+        "gradient_as_bucket_view": settings.gradient_as_bucket_view,
+        "static_graph": settings.static_graph,
+        "check_replicas": settings.check_replicas not in (0, CHECK_REPLICAS),
+    }
+    if not settings.scheduled and (useless := [name for name, is_set in no_passes.items() if is_set]):
+        raise ValueError(
+            f"{useless[0]}: it has no effect, because gradients are not synchronized under {settings.source}; allowed "
+            "with plans whose gradients are synchronized in every step"
+        )
     relaxed_only = next((name for name in _RELAXED_ONLY if name in given), None)
     if settings.scheduled and relaxed_only is not None:
         raise ValueError(

@@ -22,9 +22,18 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def shared_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``named_parameters()`` without those that the module tells DDP to ignore."""
+    """``named_parameters()`` without those that the module tells DDP to ignore; a tied one by all of its names."""
     ignored = frozenset(getattr(module, IGNORED, ()))
-    return (found for found in module.named_parameters() if found[0] not in ignored)
+    if not ignored:
+        return module.named_parameters()
+    # As DDP does, which knows a module that occurs twice by its first name only.
+    shared = {
+        parameter
+        for path, part in module.named_modules()
+        for name, parameter in part.named_parameters(path, recurse=False)
+        if name not in ignored
+    }
+    return (found for found in module.named_parameters() if found[1] in shared)
 
 
 def shared_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

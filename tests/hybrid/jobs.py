@@ -518,6 +518,7 @@ _REFUSED: dict[str, Any] = {
     "buffer size": lambda: _fit(_with_buffer(torch.zeros(1000 * (1 + dist.get_rank()))), wide_plan()),
     "buffer dtype": lambda: _fit(_with_buffer(torch.zeros(8).to(_FLOATS[dist.get_rank()])), wide_plan()),
     "scaler": lambda: _fit(Wide(), wide_plan(), plugins=_scaled()),
+    "batch norm": lambda: _fit(Wide(), wide_plan(), sync_batchnorm=True),
     "averaging": lambda: _fit(Wide(), wide_plan(), callbacks=[StochasticWeightAveraging(1e-3)]),
     "moving average": lambda: _fit(Wide(), wide_plan(), callbacks=[_Moving()]),
     "averaging on one rank": lambda: _fit(Wide(), wide_plan(), callbacks=[_Moving()] if dist.get_rank() else []),

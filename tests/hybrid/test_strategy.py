@@ -10,7 +10,7 @@ import pytest
 from shared_pool import SharedPool
 from sweeps import sweep
 
-from hybrid import jobs
+from hybrid import jobs, setups
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,7 @@ def test_compiled_parts(pair: SharedPool, part: str) -> None:
         ("memory", "PlanError: memory: no plan fits into"),
         ("cluster", "ClusterError: cluster 'uniform': it has 7 ranks, but the job has 2"),
         ("scaler", "PlanError: precision:"),
+        ("batch norm", "PlanError: sync_batchnorm=True: it is for whole layers, but this plan splits operators"),
         ("averaging", "PlanError: callbacks: StochasticWeightAveraging averages a copy of the whole model"),
         pytest.param(
             "moving average",
@@ -261,3 +262,17 @@ def test_layers_of_which_the_first_step_says_nothing_are_named(pair: SharedPool)
 @pytest.mark.slow
 def test_pytorch_lightning(pair: SharedPool) -> None:
     assert max(pair.run(jobs.other_framework)) < 1e-6
+
+
+def test_layers_are_replaced_as_under_ddp(pair: SharedPool) -> None:
+    """As ``sync_batchnorm=True`` does."""
+    theirs, ours = (pair.run(setups.replaced_layers, ddp=ddp) for ddp in (True, False))
+    assert ours == theirs
+    assert ours[0]["kinds"] == ["Tanh"] * 4
+    assert ours[0]["after"] == "ReLU"
+
+
+def test_an_evaluation_alone_takes_the_weights_of_rank_0_as_under_ddp(pair: SharedPool) -> None:
+    theirs, ours = (pair.run(setups.evaluated_weights, ddp=ddp) for ddp in (True, False))
+    assert ours == theirs
+    assert ours[0] == ours[1]

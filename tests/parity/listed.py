@@ -15,8 +15,11 @@ REASONS: dict[str, str] = {
     ),
     "static graph, accumulated": "DDP fails with an internal assertion of its own (static_graph with no_sync)",
     "loss.backward instead of manual_backward": (
-        "Lightning's DDP does not synchronize a plain loss.backward() in manual optimization, so its replicas drift "
-        "apart; AutoSync does"
+        "as under Lightning's DDP, a plain loss.backward() in manual optimization stays on its rank, so replicas drift "
+        "apart; AutoSync compares weights when training ends, and raises"
+    ),
+    "ignored parameter of the model itself": (
+        "DDP looks for '.scale', where it is told to ignore 'scale', and synchronizes it; AutoSync ignores it"
     ),
     "adversaries, accumulated": (
         "gradients that a part accumulated before it was toggled off are averaged by DDP in passing, by AutoSync when "

@@ -29,6 +29,15 @@ SELECTION = {
     "written by DDP, resumed by AutoSync": "default",
     "written by AutoSync, resumed by DDP": "native",
     "fabric, clipped and accumulated": "default",
+    "ignored by one name of two": "default",
+    "attack that ends earlier on one rank": "default",
+    "attack that ends earlier by hand": "ring",
+    "pictures on one rank": "default",
+    "wrapper called by hand": "default",
+    "hand over after a wrapper call": "ring",
+    "fabric module without its wrapper": "default",
+    "fabric second pass through one graph": "ring",
+    "fabric forward within no sync and backward outside": "default",
 }
 """Case, and the plan that it runs by."""
 

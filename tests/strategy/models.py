@@ -162,7 +162,7 @@ class Adapters(Plain):
 
 
 class AdaptersByHand(Adapters):
-    """Calls ``loss.backward()`` itself."""
+    """Its backward passes are made by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class AdaptersByHand(Adapters):
     def training_step(self, batch: Any, index: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        super().training_step(batch, index).backward()
+        self.manual_backward(super().training_step(batch, index))
         optimizer.step()
 
 

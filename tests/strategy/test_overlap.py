@@ -42,7 +42,6 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "activation checkpoints": {"model": "Checkpointed", "strategy": SMALL},
     "reentrant activation checkpoints": {"model": "Reentrant", "strategy": SMALL},
     "two optimizers": {"model": "Untoggled", "strategy": SMALL},
-    "direct backward": {"model": "Direct", "strategy": SMALL},
     "sparse embedding": {"model": "SparseTable"},
     "large embedding": {"model": "DenseTable"},
     "thawing": {"model": "Thaws", "strategy": SMALL},

@@ -307,6 +307,12 @@ def test_seconds_are_a_time_out_as_good_as_a_duration(timeout: Any) -> None:
     assert (strategy._settings.timeout, strategy._timeout) == (90.0, timedelta(seconds=90))
 
 
+@pytest.mark.parametrize("argument", [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"check_replicas": 5}])
+def test_settings_of_synchronized_gradients_are_refused(argument: Any) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(argument))}: it has no effect, because gradients are not"):
+        AutoSyncStrategy(plan="partial_reduce", semantics="relaxed", **argument)
+
+
 def test_relaxed_semantics_must_be_allowed() -> None:
     with pytest.raises(PlanError, match="semantics are 'relaxed', but the strategy allows at most 'exact'"):
         AutoSyncStrategy(plan="partial_reduce")

@@ -36,7 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "two optimizers, untoggled": {"model": "Untoggled"},
     "two optimizers, accumulation": {"model": "Accumulates"},
     "two optimizers, accumulation in place": {"model": "AccumulatesInPlace"},
-    "direct backward": {"model": "Direct", "reference": "Adversarial"},
     "sparse embedding": {"model": "SparseTable"},
     "large embedding": {"model": "DenseTable"},
     "compiled part": {"model": "Compiled", "reference": "Plain"},

@@ -89,7 +89,7 @@ class GradientReduction:
             # All ranks restart together: the forward pass has checked that they train the same parameters.
             self._restart()
         for engine in self._engines:
-            engine.deferred = True
+            engine.deferred = engine.expects = True
         try:
             yield
             for engine in self._engines:
@@ -101,7 +101,7 @@ class GradientReduction:
             raise
         finally:
             for engine in self._engines:
-                engine.deferred = False
+                engine.deferred = engine.expects = False
         if self._enabled and self._checks is not None:
             self._checks.count()
 
@@ -170,7 +170,7 @@ class GradientReduction:
         cluster, known = replicas_cluster(self._split.plan, dimensions, mesh.peers(dimensions), settings.cluster)
         plan = self._plan(workload, cluster, known)
         group = mesh.group(dimensions)
-        return Engine(
+        engine = Engine(
             [(name, part.parameter) for name, part in parts.items()],
             compile_plan(plan, workload, cluster, "plan: gradients"),
             group=None if group is dist.group.WORLD else group,
@@ -178,6 +178,8 @@ class GradientReduction:
             timeout=settings.timeout,
             watched=settings.watched,
         )
+        engine.expects = False  # passes outside `backward` stay on their rank, as under DDP
+        return engine
 
     def _plan(self, workload: Workload, cluster: ClusterSpec, known: bool) -> SyncPlan:
         stated = self._split.plan.gradients

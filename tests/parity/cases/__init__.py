@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parity.case import Case
-from parity.cases import controls, fabric, gradients, lightning, loops, manual, optimizers, structure
+from parity.cases import controls, fabric, gradients, lightning, local, loops, manual, optimizers, structure
 
 FAMILIES = [
     gradients.family,
@@ -12,6 +12,7 @@ FAMILIES = [
     structure.family,
     loops.family,
     fabric.family,
+    local.family,
     lightning.family,
 ]
 CASES: dict[str, Case] = {}

@@ -421,7 +421,7 @@ def create_graph(side: Side) -> None:
         def training_step(self, batch: Any, index: int) -> None:
             self.optimizers().zero_grad()
             self.manual_backward(self.loss(batch), create_graph=True)
-            sum(gradient.square().sum() for gradient in gradients(self)).backward()
+            self.manual_backward(sum(gradient.square().sum() for gradient in gradients(self)))
             self.optimizers().step()
 
     side.fit(Graph(), max_epochs=1)

@@ -276,6 +276,34 @@ def parameters_and_buffers_that_ddp_is_told_to_ignore(side: Side) -> None:
     side.fit(Ignores())
 
 
+@family(plans=("default",))
+def ignored_by_one_name_of_two(side: Side) -> None:
+    """A tied weight, which DDP finds under its other name, and a module that occurs twice, which DDP looks at once."""
+
+    class Ignores(Task):
+        def __init__(self) -> None:
+            super().__init__(mlp(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)))
+            self.net[3].weight = self.net[2].weight
+            self.again = self.net[4]
+            self._ddp_params_and_buffers_to_ignore = ["net.2.weight", "net.4.bias"]
+
+    side.fit(Ignores())
+
+
+@family(plans=("default",))
+def ignored_parameter_of_the_model_itself(side: Side) -> None:
+    class Ignores(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self._ddp_params_and_buffers_to_ignore = ["scale"]
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.scale * self.net(inputs)
+
+    side.fit(Ignores())
+
+
 # Sharing, freezing, leaving out --------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,21 @@ def test_a_gradient_of_none_counts_as_zeros() -> None:
     assert torch.equal(table.grad, torch.zeros(6, 2))
 
 
+def test_a_gradient_with_a_graph_takes_the_mean() -> None:
+    """Of a backward pass with create_graph=True."""
+    table = nn.Parameter(torch.ones(6, 2))
+    message: Any = SimpleNamespace(name="table", numel=12, rows=6, sparse=False, variables=("table",))
+    exchange: Any = Alone()
+    gradients = RowGradients(message, table, exchange, world_size=2)
+    gradients.arm()
+    table[1].square().sum().backward(create_graph=True)
+    gradients.on_arrival(0)()
+    gradients.start()
+    gradients.finish()
+    assert table.grad is not None
+    assert table.grad[1].tolist() == [1.0, 1.0]  # of 2, divided by the number of ranks
+
+
 @given(data=st.data(), width=st.integers(1, 6), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_touched_rows_are_those_with_an_element_that_is_not_zero(
     data: st.DataObject, width: int, dtype: torch.dtype

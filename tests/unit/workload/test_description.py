@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_autosync.errors import WorkloadError
-from lightning_autosync.workload import describe, variable_names
+from lightning_autosync.workload import describe, shared_parameters, variable_names
 
 
 class Tied(nn.Module):
@@ -85,3 +85,17 @@ def test_a_parameter_of_another_dtype_is_an_error() -> None:
     module = nn.Linear(2, 2).to(torch.float8_e4m3fn)
     with pytest.raises(WorkloadError, match="variable 'weight': dtype float8_e4m3fn is not one of float64"):
         describe(module)
+
+
+def test_a_tied_parameter_is_ignored_by_all_of_its_names() -> None:
+    """As by DDP, which looks at a module that occurs twice under its first name only."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("a", "b", "c")})
+    model["b"].weight = model["a"].weight
+    model["again"] = model["c"]
+    for ignored, left in (
+        (["a.weight"], ["a.weight", "c.weight"]),
+        (["a.weight", "b.weight"], ["c.weight"]),
+        (["c.weight"], ["a.weight"]),
+    ):
+        model._ddp_params_and_buffers_to_ignore = ignored
+        assert [name for name, _ in shared_parameters(model)] == left

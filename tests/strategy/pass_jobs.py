@@ -1,0 +1,155 @@
+"""What ranks do in tests of which backward passes are synchronized, and of passes that fail."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from divergence_jobs import Changing, apart
+from jobs import make_fabric, make_trainer
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.pytorch import seed_everything
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.strategy import fabric as fabric_module
+from lightning_autosync.strategy.exact import ExactReplica
+from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.tuning.job_tuning import JobTuning
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose gradient raises."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError("out of memory")
+
+
+def unreached(plan: str) -> list[float]:
+    """Gradients of a weight in three passes; the loss of rank 1 does not depend on it in the second one."""
+    module = nn.Linear(1, 1, bias=False)
+    replica = ExactReplica(module, StrategySettings(plan=plan), 1, 2)
+    other = torch.ones(1, requires_grad=True)
+    found = []
+    for step in range(3):
+        module.zero_grad()
+        with replica.backward():
+            reaches = dist.get_rank() == 0 or step != 1
+            (module(torch.full((1, 1), 10.0**step)) if reaches else other).sum().backward()
+        found.append(float(module.weight.grad))  # type: ignore[arg-type]
+    dist.barrier()
+    replica.close()
+    return found
+
+
+def caught(ddp: bool) -> str:
+    """The error of the forward pass under Fabric after a backward pass whose error the user caught."""
+    fabric = make_fabric(FabricDDP() if ddp else AutoSyncFabricStrategy())
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, inputs: Tensor, fails: bool) -> Tensor:
+            middle = self.first(inputs)
+            return self.second(Fails.apply(middle) if fails else middle)
+
+    wrapped = fabric.setup(Called())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fabric.backward(wrapped(torch.ones(1, 2), True).sum())
+    try:
+        fabric.backward(wrapped(torch.ones(1, 2), False).sum())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        fabric.strategy.teardown()
+    return "none"
+
+
+def draw_new(module: Changing) -> None:
+    """Replace a layer and add one; each rank draws its own weights."""
+    torch.manual_seed(dist.get_rank())
+    module.head = nn.Linear(8, models.CLASSES)
+    module.body = nn.Sequential(module.body, nn.Linear(8, 8, bias=False))
+    module.trainer.optimizers[0].param_groups[0]["params"] = list(module.parameters())
+
+
+def new_layers(**strategy: Any) -> float:
+    """How far replicas are apart after training in which layers were added and replaced on all ranks."""
+    seed_everything(3)
+    module = Changing(draw_new, [0, 1])
+    make_trainer(AutoSyncStrategy(check_replicas=0, **strategy)).fit(module)
+    return apart(module)
+
+
+def change_before_a_collective(kind: str) -> str:
+    """The error under Fabric if rank 1 freezes a layer, and a collective call follows the pass."""
+    fabric = make_fabric(AutoSyncFabricStrategy(overlap="step", bucket_cap_mb=1e-6, timeout=20.0))
+    module = models.Plain()
+    wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    calls = {
+        "all_reduce": lambda: fabric.all_reduce(torch.ones(3)),
+        "all_gather": lambda: fabric.all_gather(torch.ones(3)),
+        "barrier": fabric.barrier,
+        "broadcast": lambda: fabric.broadcast("text"),
+    }
+    try:
+        for step in range(4):
+            if step == 2 and dist.get_rank() == 1:
+                module.head.bias.requires_grad_(False)
+            fabric.backward(wrapped(torch.ones(2, models.FEATURES)).sum())
+            calls[kind]()
+            optimizer.step()
+            optimizer.zero_grad()
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        fabric.strategy.teardown()
+    return "none"
+
+
+def hooks_after_a_failed_setup() -> int:
+    """Hooks on the forward passes of all modules that a failed setup with overlap leaves."""
+    before = len(torch_module._global_forward_pre_hooks)
+    settings = StrategySettings(plan="all_reduce", overlap="step")
+    with mock.patch.object(JobTuning, "start", side_effect=MemoryError), pytest.raises(MemoryError):
+        ExactReplica(nn.Linear(1, 1), settings, 1, 2)
+    return len(torch_module._global_forward_pre_hooks) - before
+
+
+def overlap_after_a_trial_that_closing_ends() -> bool:
+    """Whether the engine to which closing returns still overlaps."""
+    replica = ExactReplica(nn.Linear(1, 1), StrategySettings(plan="all_reduce", overlap="step"), 1, 2)
+    engine = replica.engine
+    assert engine is not None
+    with mock.patch.object(replica._tuning, "close", side_effect=lambda: replica._follow(engine)):
+        dist.barrier()
+        replica.close()
+    return engine.on_launch is not None
+
+
+def failure_detector_after_a_failed_setup() -> bool:
+    """Whether teardown closes the failure detector, if the setup of batch shares failed."""
+    strategy = AutoSyncFabricStrategy()
+    closed = []
+    line = mock.Mock(close=lambda: closed.append(True))
+    with (
+        mock.patch.object(fabric_module, "compare_ranks", return_value=line),
+        mock.patch.object(fabric_module, "open_shares", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        make_fabric(strategy)
+    strategy.teardown()
+    return closed == [True]
