@@ -79,9 +79,11 @@ def groups(
         if topologies.find(topology).takes_trees and draw(st.booleans())
         else None,
         compressor=compressor,
-        local_aggregation=topologies.find(topology).aggregates and draw(st.booleans()),
+        local_aggregation=topologies.find(topology).aggregates
+        and not topologies.find(topology).two_level
+        and draw(st.booleans()),
         priority=draw(st.integers(-2, 2)),
-        segment=draw(st.sampled_from([None, 1024, 4096])),
+        segment=draw(st.sampled_from([None, 1024, 4096])) if topologies.find(topology).segmented else None,
     )
 
 

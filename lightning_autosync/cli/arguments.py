@@ -197,16 +197,21 @@ def _refuse_paths(argument: str) -> None:
 def _names(paths: set[Path], taken: set[str]) -> dict[Path, str]:
     """A unique name for each file: its own name, prefixed with as many names of parent folders as necessary.
 
-    Hydra uses the first option of a name that it finds, so names must also differ from those of other options.
+    Hydra uses the first option of a name that it finds, so names must also differ from those of other options. It has
+    other meanings for most characters but letters of ASCII, digits, ``_``, ``.`` and ``-``; ``_`` replaces these.
     """
-    names = {path: path.stem for path in paths}
+    names = {path: _plain_name(path.stem) for path in paths}
     for depth in range(2, max(len(path.parts) for path in paths) + 1):
         for path in list(_alike(names, taken)):
-            names[path] = re.sub(r"[^\w.-]", "_", "_".join(path.with_suffix("").parts[-depth:]))
+            names[path] = _plain_name("_".join(path.with_suffix("").parts[-depth:]))
     clash = next(_alike(names, taken), None)
     if clash is not None:
         raise DocumentError(f"cluster: {clash}: another cluster also has the name '{names[clash]}'; rename the file")
     return names
+
+
+def _plain_name(text: str) -> str:
+    return re.sub(r"[^\w.-]", "_", text, flags=re.ASCII)
 
 
 def _alike(names: dict[Path, str], taken: set[str]) -> Iterator[Path]:

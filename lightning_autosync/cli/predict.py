@@ -90,9 +90,11 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
         _print_gain(_predict_gain(settings), directory)
         return
     if is_path(settings.plan) and HybridPlan.is_in(settings.plan):
+        _refuse(settings, ("workload", "model", "arguments", "constants"), "not for a plan that splits operators")
         print(_predict_hybrid(settings.plan, settings, directory), end="")
         print(f"{directory}: result.json, mesh.svg")
         return
+    _refuse(settings, ("module", "rates"), "only for a plan that splits operators")
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     constants = _constants(settings)
     plan = _plan(settings.plan, settings.arguments, workload, cluster)
@@ -101,10 +103,15 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
     print(f"{directory}: result.json, timeline.svg, timeline.png, trace.json")
 
 
-def _predict_gain(settings: PredictSettings) -> GainResult:
-    for name in ("arguments", "module", "rates"):
+def _refuse(settings: PredictSettings, names: tuple[str, ...], why: str) -> None:
+    """Refuse settings that the prediction would ignore; ``why`` says which prediction they are for."""
+    for name in names:
         if getattr(settings, name):
-            raise DocumentError(f"{name}: only for one plan; give plan=..., or leave {name} out")
+            raise DocumentError(f"{name}: {why}; leave {name} out")
+
+
+def _predict_gain(settings: PredictSettings) -> GainResult:
+    _refuse(settings, ("arguments", "module", "rates"), "only for one plan, with plan=...")
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     tuning = TuningSettings(search=settings.search_seconds)
     return predict_gain(workload, cluster, _constants(settings), settings.ddp, tuning, settings.micro_batches)

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -40,7 +40,11 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Like `write_text`, for binary content."""
-    path = Path(path)
+    _write(Path(path), content, os.replace)
+
+
+def _write(path: Path, content: bytes, publish: Callable[[Path, Path], None]) -> None:
+    """Write a temporary file, which ``publish`` then gives its name."""
     # Without the module tempfile, whose files only the owner may read, whatever the umask.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with writing(path):
@@ -48,10 +52,19 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         try:
             with aside.open("xb") as file:
                 file.write(content)
-            os.replace(aside, path)
-        except BaseException:
+            publish(aside, path)
+        finally:
             aside.unlink(missing_ok=True)
-            raise
+
+
+def _link(aside: Path, path: Path) -> None:
+    """Give a file a second name, unless another process has given this name to a file."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        pass
+    except OSError:  # the file system has no hard links
+        os.replace(aside, path)
 
 
 @contextmanager
@@ -78,7 +91,7 @@ def identity(directory: Path) -> str:
     """
     file = directory / ".identity"
     if not file.exists():
-        write_text(file, f"{directory.absolute()} {secrets.token_hex(4)}\n")
+        _write(file, f"{directory.absolute()} {secrets.token_hex(4)}\n".encode(), _link)
     name = read_text(file).strip()
     if not name:
         raise DocumentError(

@@ -140,7 +140,7 @@ class Document(Record):
         Raises:
             DocumentError: the file cannot be read, or is not plain data (the class is ``ERROR``).
         """
-        return cls.describes(read_data(path, cls.ERROR))
+        return cls.describes(read_data(path, cls.ERROR, finite=cls.FINITE))
 
     @classmethod
     def load(cls: type[DocumentType], path: str | os.PathLike[str]) -> DocumentType:

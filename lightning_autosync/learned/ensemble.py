@@ -33,7 +33,7 @@ from lightning_autosync.learned.simulator import (
     read_weights,
     write_simulator,
 )
-from lightning_autosync.learned.training import TUNING, Training, scores, train
+from lightning_autosync.learned.training import MEMBERS, TUNING, Training, first_training, scores, train
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.workload import Workload
@@ -99,7 +99,7 @@ class LearnedEstimator:
         self,
         kind: str = "hetero",
         constants: Constants | None = None,
-        members: int = 3,
+        members: int = MEMBERS,
         network: Mapping[str, Any] | None = None,
         training: Training | None = None,
         tuning: Training | None = None,
@@ -114,7 +114,7 @@ class LearnedEstimator:
             self.sizes = self.kind.sized(network or {})
         except SimulatorError as error:
             raise SimulatorError(f"simulator '{kind}': {error}") from None
-        self.training = training or Training()
+        self.training = training or first_training(kind)
         self.tuning = tuning or TUNING
         self.seed = seed
         self.networks: list[SimulatorNetwork] = []

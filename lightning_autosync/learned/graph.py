@@ -8,7 +8,8 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.learned.context import Floats, Integers
-from lightning_autosync.learned.plan_arrays import COMPRESSORS, EVERYBODY, MODES, PlanArrays
+from lightning_autosync.learned.plan_arrays import COMPRESSORS, EVERYBODY, PlanArrays
+from lightning_autosync.plan.topologies import MODES
 
 PATH = ("forward", "backward", "optimizer", "finish", "launch", "hosts", "cores", "pipeline", "links")
 """Kinds of spans on a critical path."""

@@ -147,6 +147,7 @@ class HeteroNetwork(SimulatorNetwork):
     VOCABULARY = (1, NODES, RELATIONS, PATH, BUNDLES, MESSAGES)
     CORRECTS = True
     REGRESSION = 1.0
+    TRAINED_BY_DGL = True
     encode = staticmethod(encode_graph)
     collate = staticmethod(batch_graphs)
 

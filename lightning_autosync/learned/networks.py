@@ -17,9 +17,10 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from lightning_autosync.documents import Count, Record, describe_validation_error, digest
-from lightning_autosync.learned.plan_arrays import COMPRESSORS, MODES, PlanArrays
+from lightning_autosync.learned.plan_arrays import COMPRESSORS, PlanArrays
 from lightning_autosync.learned.predefined import ShardSet, predefined, shard_set
 from lightning_autosync.learned.simulator import SimulatorError
+from lightning_autosync.plan.topologies import MODES
 
 _LEAST, _BELOW = (1, 1, 3), (2,)
 """First supported version of DGL, and first version that is no longer supported."""
@@ -129,6 +130,7 @@ class SimulatorNetwork(nn.Module, ABC):
             lower bound on the step, which is the same for all plans of a workload on a cluster.
         REGRESSION: weight of the error of the logarithm relative to the ranking loss. AutoSync's simulators are trained
             to rank only (0); a straight line then maps their scores to seconds.
+        TRAINED_BY_DGL: whether training needs DGL (`load_dgl`).
         head: module that maps embedded plans to scores.
     """
 
@@ -138,6 +140,7 @@ class SimulatorNetwork(nn.Module, ABC):
     VOCABULARY: ClassVar[tuple[Any, ...]] = (1,)
     CORRECTS: ClassVar[bool] = False
     REGRESSION: ClassVar[float] = 0.0
+    TRAINED_BY_DGL: ClassVar[bool] = False
 
     head: nn.Module
 
@@ -346,6 +349,7 @@ class AttentionNetwork(ShardNetwork):
 
     KIND = "attention"
     SIZES = AttentionSizes
+    TRAINED_BY_DGL = True
     collate = staticmethod(collate_shard_graphs)
 
     def __init__(self, features: dict[str, int], sizes: AttentionSizes) -> None:

@@ -23,11 +23,9 @@ from lightning_autosync.plan.schedule import (
     TwoLevelAllReduce,
 )
 from lightning_autosync.plan.spec import Group
-from lightning_autosync.plan.topologies import find
+from lightning_autosync.plan.topologies import MODES, find
 from lightning_autosync.replay.prediction import Prediction
 
-MODES = ("all_reduce", "all_to_all", "shared_memory", "two_level", "ring", "tree", "star", "hierarchical", "packed")
-"""Topologies that learned simulators distinguish; `Topology.encoded_as` maps each topology to the most similar one."""
 COMPRESSORS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 EVERYBODY = -1
 """Stands for no root: every rank reduces a part."""

@@ -13,9 +13,10 @@ from typing_extensions import Self
 from lightning_autosync.cluster import ClusterSpec, configuration_directory
 from lightning_autosync.documents import Record, read_data
 from lightning_autosync.learned.ensemble import KINDS, LearnedEstimator
+from lightning_autosync.learned.networks import load_dgl
 from lightning_autosync.learned.pretrained import PRETRAINED, choose_pretrained
 from lightning_autosync.learned.simulator import HEADER, ReplayEstimator, Simulator, SimulatorError, read_header
-from lightning_autosync.learned.training import TUNING, Training
+from lightning_autosync.learned.training import MEMBERS, TUNING, Training, first_training
 from lightning_autosync.replay import Constants
 from lightning_autosync.workload import Workload
 
@@ -45,17 +46,28 @@ class SimulatorSettings(Record):
 
     Attributes:
         kind: name of the simulator; or ``pretrained``, which has no further settings.
-        members: number of networks in its ensemble.
+        members: number of networks in its ensemble; missing fields have the defaults of `LearnedEstimator`.
         network: sizes of the networks, by the kind's own names (`lightning_autosync.learned.networks`); missing ones
             have their defaults.
         training, tuning: settings of the first fit and of later fits; ``sharpness`` only with ``hetero``.
     """
 
     kind: str
-    members: PositiveInt = 1
+    members: PositiveInt = MEMBERS
     network: dict[str, Any] = Field(default_factory=dict)
     training: Training = Training()
     tuning: Training = TUNING
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_training(cls, data: Any) -> Any:
+        """Missing settings of the first fit are those of the kind."""
+        if not isinstance(data, dict) or data.get("kind") not in KINDS:
+            return data
+        given = data.get("training", {})
+        if not isinstance(given, dict):
+            return data
+        return data | {"training": first_training(data["kind"]).model_dump() | given}
 
     @field_validator("kind")
     @classmethod
@@ -94,9 +106,15 @@ class SimulatorSettings(Record):
         return SIMULATORS[self.kind](constants, self.members, dict(self.network), self.training, self.tuning, seed)
 
     def for_job(self, workload: Workload, cluster: ClusterSpec, constants: Constants, seed: int) -> Simulator:
-        """The simulator for a job on a cluster whose rates are known: `choose_pretrained`, or else `build`."""
+        """The simulator for a job on a cluster whose rates are known: `choose_pretrained`, or else `build`.
+
+        Raises:
+            SimulatorError: its training needs DGL, which cannot be loaded. The job would train it only after trials.
+        """
         if self.kind == PRETRAINED:
             return choose_pretrained(workload, cluster, constants)
+        if self.kind in KINDS and KINDS[self.kind].TRAINED_BY_DGL:
+            load_dgl()
         return self.build(constants, seed)
 
 

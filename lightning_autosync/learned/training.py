@@ -73,6 +73,14 @@ class Training(Record):
 
 TUNING = Training(part="head", epochs=10, learning_rate=1e-3)
 """Default settings for networks that were fitted before."""
+MEMBERS = 3
+"""Default number of networks of an ensemble."""
+_TRAINING = {"linear": Training(epochs=30, learning_rate=1e-2)}
+
+
+def first_training(kind: str) -> Training:
+    """Default settings of the first fit of a kind of network."""
+    return _TRAINING.get(kind, Training())
 
 
 @one_thread()

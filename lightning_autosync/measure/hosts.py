@@ -43,13 +43,14 @@ def emulated_hosts(path: str | None = None, cores: float | None = None) -> Const
     return Constants(cores=cores or usable_cores(), burst=_BURST, accelerated=True)
 
 
-def job_hosts(launch: str, paced: bool, path: str | None = None) -> Constants:
+def job_hosts(launch: str, paced: bool, path: str | None = None, cores: float | None = None) -> Constants:
     """Constants for the replay of a job.
 
     Args:
         launch: kind of the launch. Ranks on this machine share its cores; only emulated links let bursts pass.
         paced: whether computation is paced, so that it occupies no core, like computation on an accelerator.
         path: file of constants from a probe; None uses the defaults.
+        cores: number of cores of the machine on which the job ran; None takes those of this machine.
 
     Raises:
         DocumentError: the file does not contain constants.
@@ -57,9 +58,9 @@ def job_hosts(launch: str, paced: bool, path: str | None = None) -> Constants:
     if path is not None:
         known = Constants.load(path)
     elif launch == "emulated":
-        known = emulated_hosts()
+        known = emulated_hosts(cores=cores)
     else:
-        known = Constants(cores=usable_cores() if launch == "local" else None)
+        known = Constants(cores=(cores or usable_cores()) if launch == "local" else None)
     return known.model_copy(update={"accelerated": paced})
 
 

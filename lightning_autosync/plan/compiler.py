@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from lightning_autosync.cluster import ClusterSpec
@@ -53,6 +54,13 @@ def compile_plan(
     site = Site(cluster, two_level_collectives)
     messages = []
     for index, group in enumerate(plan.groups):
+        if group.local_aggregation and find(group.topology).two_level:
+            warnings.warn(
+                f"{source}: groups[{index}] '{group.name}': local_aggregation: topology '{group.topology}' sums inside "
+                "nodes in any case; leave this field out, because a later release will refuse it",
+                FutureWarning,
+                stacklevel=2,
+            )
         variables = [workload.variable(name) for name in group.variables]
         try:
             messages.append(_compile_group(index, group, variables, site))

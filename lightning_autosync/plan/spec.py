@@ -111,7 +111,11 @@ class Compressor(Record):
     def _check_options(self) -> Self:
         from lightning_autosync.plan import codecs
 
-        known = codecs.find(self.kind).options
+        codec = codecs.find(self.kind)
+        for name in codecs.SETTINGS:
+            if name not in codec.settings and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: compressor '{self.kind}' does not use it; leave it out")
+        known = codec.options
         if known is None and self.options:
             raise ValueError(f"options: compressor '{self.kind}' takes no options; leave them out")
         complete = known(**dict(self.options)).model_dump(mode="json") if known is not None else {}
@@ -250,6 +254,9 @@ class Group(Record):
         if self.trees is not None and not topology.takes_trees:
             takers = [name for name in topologies.names() if topologies.find(name).takes_trees]
             raise ValueError(f"trees: only topology '{', '.join(takers)}' takes trees, not '{self.topology}'")
+        if self.segment is not None and not topology.segmented:
+            allowed = [name for name in topologies.names() if topologies.find(name).segmented]
+            raise ValueError(f"segment: not allowed with topology '{self.topology}'; allowed with {', '.join(allowed)}")
         if self.local_aggregation and not topology.aggregates:
             allowed = [name for name in topologies.names() if topologies.find(name).aggregates]
             raise ValueError(

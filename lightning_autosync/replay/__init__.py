@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_autosync.replay.bound import Bound, least_step, step_bound, synchronization_bound
-from lightning_autosync.replay.constants import CodecRates, Constants
+from lightning_autosync.replay.constants import CodecRates, Constants, DecodeRates
 from lightning_autosync.replay.overlap import least_overlapped_step, overlapped_step, overlapped_step_time
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 
@@ -21,6 +21,7 @@ __all__ = [
     "Bound",
     "CodecRates",
     "Constants",
+    "DecodeRates",
     "MessageSpan",
     "Prediction",
     "Replay",

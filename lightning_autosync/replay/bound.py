@@ -108,7 +108,7 @@ def synchronization_bound(workload: Workload, cluster: ClusterSpec, framing: flo
 
 def changed_bytes(variable: Variable) -> float:
     """Bytes of a dense gradient, or of the table rows that one rank touches."""
-    return variable.bytes if variable.rows is None else variable.rows / variable.shape[0] * variable.bytes
+    return variable.touched_share * variable.bytes
 
 
 def arrival_times(
@@ -168,6 +168,4 @@ def _rates_of(cluster: ClusterSpec, name: str) -> Iterator[tuple[float, float]]:
 
 def _share(variable: Variable, ranks: int) -> float:
     """Expected share of a variable's bytes that at least one of ``ranks`` ranks changed; 1 for a dense variable."""
-    if variable.rows is None:
-        return 1.0
-    return 1.0 - (1.0 - variable.rows / variable.shape[0]) ** ranks
+    return 1.0 - (1.0 - variable.touched_share) ** ranks

@@ -129,7 +129,7 @@ def _packing(variable: Variable, constants: Constants) -> float:
     """Core-seconds to copy a gradient into its message's buffer and, for a table, to find its touched rows."""
     if variable.kind == "dense":
         return variable.bytes / constants.copy_rate
-    touched = variable.rows / variable.shape[0] if variable.rows is not None and variable.numel else 1.0
+    touched = variable.touched_share
     found = variable.bytes / constants.scan_rate if variable.kind == "row_sparse" else 0.0
     # Touched rows are copied out of the table, divided by the number of ranks, and joined with their indices.
     return found + _COPIES * touched * variable.bytes / constants.copy_rate + constants.merge_cost

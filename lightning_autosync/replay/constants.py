@@ -19,7 +19,7 @@ _Cost = Annotated[float, Field(ge=0, le=1e3)]
 
 
 class CodecRates(Record):
-    """Bytes/s of uncompressed values that one core encodes or decodes, by kind of codec.
+    """Bytes/s of uncompressed values that one core encodes, by kind of codec; see `DecodeRates` for decoding.
 
     ``rows`` is the rate of merging touched rows. For ``powersgd`` the bytes are those of the matrices.
     """
@@ -34,6 +34,17 @@ class CodecRates(Record):
     def seconds_per_byte(self, kind: str) -> float:
         """Seconds per byte for a compressor's kind or ``rows``; 0 for ``none``."""
         return 0.0 if kind == "none" else 1 / float(getattr(self, kind))
+
+
+class DecodeRates(CodecRates):
+    """The rates of decoding; their defaults are those of decoding."""
+
+    fp16: _Rate = 72e9
+    bf16: _Rate = 67e9
+    int8: _Rate = 19e9
+    topk: _Rate = 37e9
+    powersgd: _Rate = 2.5e9
+    rows: _Rate = 8.3e9
 
 
 class Constants(Document):
@@ -113,7 +124,7 @@ class Constants(Document):
     scan_rate: _Rate = 2e9
     reduce_rate: _Rate = 26e9
     encode: CodecRates = CodecRates()
-    decode: CodecRates = CodecRates(fp16=72e9, bf16=67e9, int8=19e9, topk=37e9, powersgd=2.5e9, rows=8.3e9)
+    decode: DecodeRates = DecodeRates()
     cores: Cores | None = None
     collectives: Annotated[Integer, Field(ge=1, le=1024)] = 2
     accelerated: bool = False
@@ -121,7 +132,7 @@ class Constants(Document):
     @classmethod
     def ideal(cls) -> Constants:
         """Constants of ideal hosts without any cost: only links and their latencies remain."""
-        free = CodecRates(**dict.fromkeys(CodecRates.model_fields, FASTEST))
+        free = dict.fromkeys(CodecRates.model_fields, FASTEST)
         made: dict[str, Any] = {"framing": 1, "encode": free, "decode": free}
         for name in cls.model_fields:
             if name.endswith("_rate"):

@@ -67,10 +67,10 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
 def least_overlapped_step(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> float:
     """Lower bound in seconds on a step with overlap in the long run, for every exact plan.
 
-    The last gradients of the backward pass are the first that the next forward pass needs. So between the backward pass
-    of a layer and its next forward pass, the gradients of this layer and of all earlier ones are synchronized. This
-    layer and all later ones compute in the rest of the step. Layers are those of `overlapped_step`; each reads all its
-    parameters at once.
+    The last gradients of the backward pass are the first that the next forward pass needs. So between the time when a
+    layer's gradients are ready and its next forward pass, the gradients of this layer and of all earlier ones are
+    synchronized. In the rest of the step, this layer and all later ones run forward, and backward runs until the
+    gradients are ready. Layers are those of `overlapped_step`; each reads all its parameters at once.
 
     Arguments and errors are those of `least_step`.
     """
@@ -78,9 +78,11 @@ def least_overlapped_step(workload: Workload, cluster: ClusterSpec, framing: flo
     passes = workload.forward_time + workload.backward_time
     found = [(passes + workload.optimizer_time) / min(speeds)]
     limit, size, rest = synchronization_limit(cluster), 0.0, 1.0
+    # The last gradient may be ready before the backward pass ends; messages then overlap with the end of the pass.
+    beside = workload.forward_time + max(ready_times(workload).values())
     for names, share in _layers(workload):
         size += sum(changed_bytes(workload.variable(name)) for name in names)
-        found.append(limit.seconds(framing * size, burst) + rest * passes / max(speeds))
+        found.append(limit.seconds(framing * size, burst) + rest * beside / max(speeds))
         rest -= share
     return max(found)
 

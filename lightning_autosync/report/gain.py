@@ -26,7 +26,7 @@ class GainRow(Record):
     Attributes:
         kind: ``ddp``, ``choice`` (AutoSync's, without trials), ``overlap`` (its choice with overlap), ``shares`` (the
             plan of ``choice`` with shares), ``micro_batches`` (the same with whole micro-batches), ``builder``, or
-            ``bound`` (of exact plans whose steps do not overlap).
+            ``bound`` (of exact plans whose steps do not overlap; there is none if it is 0).
         name: name for people.
         step_time: predicted seconds of a step.
         speedup: step time of the best DDP divided by this one.
@@ -139,6 +139,7 @@ def gain_remarks(result: GainResult) -> Iterator[str]:
             "whole batch"
         )
     cut = f" ({CUT_BOUND}: possibly no plan is as fast)" if result.bounds_are == CUT_BOUND else ""
-    yield f"bound: no exact plan has a shorter step, unless steps overlap or batches are shared out{cut}"
+    if result.of("bound"):
+        yield f"bound: no exact plan has a shorter step, unless steps overlap or batches are shared out{cut}"
     if result.left_out:
         yield f"builders that do not apply: {', '.join(result.left_out)} (result.json has the reasons)"

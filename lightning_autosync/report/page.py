@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_autosync.documents import Record, bytes_text, checked, counted, write_text
 from lightning_autosync.errors import PlanError
-from lightning_autosync.measure.hosts import emulated_hosts
+from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.replay import Constants, Timeline
 from lightning_autosync.replay.constants import Cores
 from lightning_autosync.report.figures.cluster import cluster_picture
@@ -32,7 +32,9 @@ from lightning_autosync.report.summary import bound_share, summary
 from lightning_autosync.report.timeline import TIMELINES, load_timelines, steps_picture
 from lightning_autosync.report.tuning_run import TuningRun
 from lightning_autosync.search.tuning.comparison import FinalComparison
+from lightning_autosync.search.tuning.records import LENIENT
 from lightning_autosync.search.tuning.result import RESULT
+from lightning_autosync.search.tuning.settings import PACED
 
 REPORT = "report.html"
 
@@ -221,20 +223,32 @@ def _view(run: TuningRun) -> PlanView | None:
 
 
 def _constants(run: TuningRun) -> Constants:
-    """The constants of the run's hosts, from its settings and the recorded number of cores.
+    """The constants with which the run predicted, from its settings and the recorded number of cores.
 
     Raises:
         DocumentError: the run's file of constants no longer exists.
     """
-    told = {"constants": run.result.settings.get("constants"), "cores": run.result.environment.get("cores")}
+    told = {**run.result.settings, "cores": run.result.environment.get("cores")}
     hosts = checked(_Hosts, told, str(run.directory / RESULT))
-    if run.emulated_links and run.paced:
-        return emulated_hosts(hosts.constants, hosts.cores)
-    return Constants() if hosts.constants is None else Constants.load(hosts.constants)
+    launch = "torchrun" if hosts.within_job else hosts.launch.kind
+    return job_hosts(launch, run.paced or hosts.model.kind in PACED, hosts.constants, hosts.cores)
+
+
+class _Kind(Record):
+    """The kind of a run's launch or model; empty if it is not recorded."""
+
+    model_config = LENIENT
+
+    kind: str = ""
 
 
 class _Hosts(Record):
-    """What a run recorded about its hosts."""
+    """What a run recorded about its hosts, among its settings."""
 
-    constants: str | None
+    model_config = LENIENT
+
+    constants: str | None = None
+    within_job: bool = False
+    launch: _Kind = _Kind()
+    model: _Kind = _Kind()
     cores: Cores | None

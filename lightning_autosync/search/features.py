@@ -17,6 +17,8 @@ Floats = NDArray[numpy.float64]
 PLACES = 8
 """Number of equal parts of the bytes, in the order of backward."""
 _METHODS = ("native", "server", "shared_memory", "ring", "tree", "star", "hierarchical", "packed")
+_METHOD_OF = {"all_reduce": "native", "all_to_all": "server", "two_level": "hierarchical"}
+"""Methods of those topologies in `MODES` that have other names here."""
 _COMPRESSORS = ("fp16", "bf16", "int8", "topk", "powersgd")
 _SIZES = (1 / 2, 1 / 8, 1 / 32)
 """Least shares of all bytes for the size classes of messages, largest class first."""
@@ -83,7 +85,7 @@ def squared_distance(vectors: Floats, other: Floats) -> Floats:
 def _channels(group: Group, share: float) -> Iterator[str]:
     has_server = group.architecture == "parameter_server"
     mode = find(group.topology).encoded_as
-    yield "server" if has_server and mode == "all_reduce" else {"all_reduce": "native"}.get(mode, mode)
+    yield "server" if has_server and mode == "all_reduce" else _METHOD_OF.get(mode, mode)
     if group.compressor.kind != "none":
         yield codecs.find(group.compressor.kind).encoded_as
     yield f"size{next((number for number, least in enumerate(_SIZES) if share >= least), len(_SIZES))}"

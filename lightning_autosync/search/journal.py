@@ -21,9 +21,12 @@ LOCK_TIMEOUT = 60.0
 
 
 class _Line(Record):
-    """The fields of a line that Optuna does not check. A wrong value would fail only later, when it is used."""
+    """The fields of a line that Optuna does not check. A wrong value would fail only later, when it is used.
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    Values may be infinite, and intermediate values NaN: Optuna writes both.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=True)
 
     study_name: str = ""
     user_attr: dict[str, Any] = Field(default_factory=dict)

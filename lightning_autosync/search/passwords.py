@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from sqlalchemy.engine import make_url
@@ -110,7 +111,8 @@ def _literal_parts(address: str) -> list[tuple[int, int]]:
 def _as_environment_variable(text: str) -> str:
     """Put a text into the environment; the interpolation that stands for it."""
     held = {value: name for name, value in os.environ.items() if name.startswith(VARIABLE)}
-    name = held.get(text, f"{VARIABLE}{len(held) + 1}")
+    free = next(name for number in count(1) if (name := f"{VARIABLE}{number}") not in os.environ)
+    name = held.get(text, free)
     os.environ[name] = text
     return f"${{oc.env:{name}}}"
 

@@ -56,6 +56,23 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
         ) from None
 
 
+def open_plan_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage:
+    """`open_storage` for a study of plans, whose attributes hold workloads and plans as text.
+
+    Raises:
+        StudyError: the storage cannot be opened, or refuses texts of more than 64 KiB, as Optuna's tables in MySQL do.
+    """
+    text, backend = os.fspath(storage), ""
+    with suppress(ArgumentError, ValueError):  # for a wrong URL, opening it gives a better message
+        backend = make_url(text).get_backend_name()
+    if backend in ("mysql", "mariadb"):
+        raise StudyError(
+            f"{without_password(text)}: Optuna's tables in MySQL hold at most 64 KiB of text, and studies of plans "
+            "need more; use PostgreSQL, SQLite or a journal file"
+        )
+    return open_storage(storage)
+
+
 @contextmanager
 def storage_errors() -> Iterator[None]:
     """Turn errors of databases and file systems within the block into a `StorageError`.

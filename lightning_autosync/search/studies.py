@@ -31,6 +31,7 @@ from lightning_autosync.search.storages import (
     missing_file,
     name_metrics,
     one_line,
+    open_plan_storage,
     open_storage,
     storage_errors,
 )
@@ -104,7 +105,7 @@ def open_study(
     space differs.
 
     Args:
-        storage: address for `open_storage`, or an open storage.
+        storage: address for `open_plan_storage`, or an open storage.
         name: name of the study.
         space: space of the trials' points.
         sampler, pruner: Optuna's sampler and pruner.
@@ -114,7 +115,7 @@ def open_study(
         StudyError: the storage cannot be opened, or the study is of another space or not a study of plans.
         StorageError: the storage does not answer.
     """
-    opened = storage if isinstance(storage, optuna.storages.BaseStorage) else open_storage(storage)
+    opened = storage if isinstance(storage, optuna.storages.BaseStorage) else open_plan_storage(storage)
     study, is_ours = _create_or_load(opened, name, sampler, pruner)
     if not is_ours:
         _wait_for_description(study)

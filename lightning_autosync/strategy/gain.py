@@ -78,7 +78,9 @@ def predict_gain(
     chosen = _of_choice(plan, other, workload, cluster, replay, constants, micro_batches)
     built, left_out = _of_builders(workload, cluster, replay)
     bound = least_step(workload, cluster, constants.framing, constants.burst)
-    least, best = _Price("bound", "bound", bound.seconds), settings[0].seconds
+    # Emulated links may pass small gradients in one burst; the bound is then 0 and says nothing.
+    least = [_Price("bound", "bound", bound.seconds)] if bound.seconds > 0 else []
+    best = settings[0].seconds
     return GainResult(
         workload=workload.name,
         cluster=cluster.name,
@@ -87,7 +89,7 @@ def predict_gain(
         computes=workload.forward_time + workload.backward_time > 0,
         reason=reason,
         bounds_are="exact" if bound.exact else CUT_BOUND,
-        rows=tuple(price.row(best) for price in (*settings, *chosen, *built, least)),
+        rows=tuple(price.row(best) for price in (*settings, *chosen, *built, *least)),
         left_out=left_out,
     )
 

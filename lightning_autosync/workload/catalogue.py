@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_autosync.documents import did_you_mean
+from pydantic import ValidationError
+
+from lightning_autosync.documents import describe_validation_error, did_you_mean
 from lightning_autosync.errors import WorkloadError
 from lightning_autosync.workload import models
 from lightning_autosync.workload.layers import LayerTrace
@@ -68,7 +70,12 @@ def build(name: str, *, flops_per_second: float = FLOPS_PER_SECOND, **chosen: An
     if not _is_rate(flops_per_second):
         raise WorkloadError(f"{name}: flops_per_second must be positive and finite, got {flops_per_second!r}")
     checked = {key: _checked(name, key, value, defaults) for key, value in chosen.items()}
-    return _model(name)(**checked).workload(name, flops_per_second)
+    try:
+        return _model(name)(**checked).workload(name, flops_per_second)
+    except ValidationError as error:
+        raise WorkloadError(f"{name}: with these arguments, {describe_validation_error(error)}") from None
+    except OverflowError:
+        raise WorkloadError(f"{name}: with these arguments, a size or a time is too large") from None
 
 
 def _model(name: str) -> Callable[..., LayerTrace]:

@@ -72,6 +72,11 @@ class Variable(Record):
         """Bytes of the whole gradient as a dense tensor."""
         return self.numel * self.dtype_bytes
 
+    @property
+    def touched_share(self) -> float:
+        """Share of the rows that a step touches; 1 if it is dense, has no rows, or their number is unknown."""
+        return self.rows / self.shape[0] if self.rows is not None and self.shape[0] else 1.0
+
     @model_validator(mode="after")
     def _check_rows(self) -> Variable:
         if self.numel > LARGEST:

@@ -33,6 +33,7 @@ from lightning_autosync.measure.replica_calls import StepBudget, measure_plans
 from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.measure.step_time import slowest_rank, step_time
 from lightning_autosync.replay import Constants
+from lightning_autosync.run_files import alone
 
 _MIN_STEPS, _MAX_STEPS = 3, 12
 
@@ -96,10 +97,18 @@ def measure_cases(
         report: told of each measurement.
 
     Raises:
-        DocumentError: the file has other contents, or measurements with other settings.
+        DocumentError: the file has other contents, or measurements with other settings, or another process adds to it.
         LaunchError: links cannot be emulated here.
         WorkerError: a worker failed.
     """
+    with alone(path):
+        return _measure_missing(cases, settings, path, report)
+
+
+def _measure_missing(
+    cases: Iterable[Case], settings: ValidationSettings, path: Path, report: Report
+) -> dict[str, CaseMeasurement]:
+    """`measure_cases` with the lock of the file."""
     found = load_measurements(path)
     way = (settings.scheduling, settings.warm_up)
     for one in found.values():

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_autosync.cluster import FRAMING
 from lightning_autosync.measure.probe.costs import PIECES
-from lightning_autosync.replay.constants import CodecRates, Constants
+from lightning_autosync.replay.constants import CodecRates, Constants, DecodeRates
 
 
 def fit_constants(
@@ -53,7 +53,7 @@ def _of_cores(costs: Mapping[str, Any], shared: bool) -> dict[str, Any]:
         "scan_rate": costs["scan_rate"],
         "reduce_rate": costs["reduce_rate"],
         "encode": CodecRates(**costs["encode"]),
-        "decode": CodecRates(**costs["decode"]),
+        "decode": DecodeRates(**costs["decode"]),
         "merge_cost": costs["merge_core"],
         "cores": costs["cores"] if shared else None,
         "collectives": costs["collectives"],

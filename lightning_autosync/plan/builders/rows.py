@@ -46,7 +46,7 @@ def place_rows(plan: SyncPlan, workload: Workload, cluster: ClusterSpec) -> Sync
     else changes where the rates of the links or the number of touched rows are unknown.
     """
     served = serve_rows(plan, workload)
-    row_wise = {v.name: v for v in workload.variables if v.kind != "dense" and v.rows is not None}
+    row_wise = {v.name: v for v in workload.variables if v.kind != "dense" and v.rows is not None and v.numel}
     places = [place for place, group in enumerate(served.groups) if group.variables[0] in row_wise]
     if not places or not cluster.measured or cluster.world_size == 1:
         return served
@@ -95,8 +95,7 @@ def rows_time(message: Message, variable: Variable, links: LinkGraph) -> float:
 
     Ranks are assumed to draw their rows independently. Indices and framing add the same share to all ways.
     """
-    assert variable.rows is not None
-    untouched = 1 - variable.rows / variable.shape[0]
+    untouched = 1 - variable.touched_share
     loads, added = numpy.zeros_like(links.capacities), 0.0
     for transfer in message.rounds[0].transfers:
         part = (transfer.stop - transfer.start) / message.numel * variable.bytes

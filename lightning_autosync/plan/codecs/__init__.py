@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan.codecs.base import CodecFormat
+from lightning_autosync.plan.codecs.base import SETTINGS, CodecFormat
 from lightning_autosync.plan.plugins import import_entry_points, import_modules
 
 if TYPE_CHECKING:
@@ -70,4 +70,4 @@ def _load() -> None:
     import_entry_points(ENTRY_POINTS)
 
 
-__all__ = ["CodecFormat", "encoded_bytes", "find", "names", "register"]
+__all__ = ["SETTINGS", "CodecFormat", "encoded_bytes", "find", "names", "register"]

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 COUNT_BYTES = 4
 """Bytes of one gradient count behind an encoded message."""
 
+SETTINGS = ("ratio", "rank", "block")
+"""Fields of `Compressor` that only some codecs read."""
+
 Sum = Literal["plain", "cast", "decoded"]
 
 
@@ -23,6 +26,7 @@ class CodecFormat:
         sums: how encoded messages are summed. ``plain``: they hold ordinary elements. ``cast``: a backend sums the
             encoded elements. ``decoded``: they are decoded, summed and encoded again.
         encoded_as: this package's codec that replay and learned simulators substitute for it.
+        settings: fields of `Compressor` that it reads besides ``error_feedback`` and ``options``; others are refused.
         options: `Record` of its settings under ``options``; None if it has none.
         offered: whether the search for plans may use it, with default settings.
         place: sort key in the list of codecs.
@@ -32,6 +36,7 @@ class CodecFormat:
     name: ClassVar[str]
     sums: ClassVar[Sum] = "decoded"
     encoded_as: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]] = SETTINGS
     options: ClassVar[type[Record] | None] = None
     offered: ClassVar[bool] = True
     place: ClassVar[int] = 100

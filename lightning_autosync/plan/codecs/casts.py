@@ -15,6 +15,7 @@ class HalfPrecision(CodecFormat):
 
     name = encoded_as = "fp16"
     sums = "cast"
+    settings = ()
     offered = False  # bf16 has the same size, and the range of float32
     place = 1
 

@@ -16,6 +16,7 @@ class Int8(CodecFormat):
     """``round(127 x / max|x|)`` in blocks of ``compressor.block`` elements."""
 
     name = encoded_as = "int8"
+    settings = ("block",)
     place = 3
 
     def encoded_bytes(self, compressor: Compressor, numel: int, tail: int, itemsize: int) -> int:

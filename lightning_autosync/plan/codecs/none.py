@@ -10,6 +10,7 @@ class NoCodec(CodecFormat):
 
     name = encoded_as = "none"
     sums = "plain"
+    settings = ()
     place = 0
 
 

@@ -18,6 +18,7 @@ class PowerSGD(CodecFormat):
 
     name = encoded_as = "powersgd"
     sums = "plain"
+    settings = ("rank",)
     place = 5
 
     def check(self, group: Group) -> None:

@@ -16,6 +16,7 @@ class TopK(CodecFormat):
     """The largest elements, a share ``compressor.ratio`` of all, each with its position."""
 
     name = encoded_as = "topk"
+    settings = ("ratio",)
     place = 4
 
     def encoded_bytes(self, compressor: Compressor, numel: int, tail: int, itemsize: int) -> int:

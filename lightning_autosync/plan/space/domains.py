@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import codecs
@@ -21,7 +22,8 @@ class Block:
     """Variables that share their choices.
 
     Attributes:
-        name: ``run0``, ``run1``, ... in backward order, or the name of a single variable.
+        name: ``run0``, ``run1``, ... in backward order without names of single variables, or the name of a single
+            variable.
         variables: variables of one element type, in the order in which backward computes their gradients.
         home: name of the run that the block may join: for a large dense variable the run at its position, for a run
             the previous one in backward order. None if its element type has no such run.
@@ -50,14 +52,20 @@ def make_blocks(workload: Workload, runs: int = 4, lone: int = 6) -> tuple[Block
     dense = [variable for variable in order if variable.kind == "dense"]
     large = sorted((v for v in dense if v.bytes >= LARGE_SHARE * workload.bytes), key=lambda v: -v.bytes)[:lone]
     alone = {variable.name for variable in large}
+    row_wise = [Block(variable.name, (variable,)) for variable in order if variable.kind != "dense"]
     made: list[Block] = []
     for dtype in dict.fromkeys(variable.dtype for variable in dense):
-        made += _runs([variable for variable in dense if variable.dtype == dtype], alone, runs, len(made))
-    return (*made, *(Block(v.name, (v,)) for v in order if v.kind != "dense"))
+        taken = alone.union(block.name for block in (*made, *row_wise))
+        free = (name for number in count(len(made)) if (name := f"run{number}") not in taken)
+        made += _runs([variable for variable in dense if variable.dtype == dtype], alone, runs, free)
+    return (*made, *row_wise)
 
 
-def _runs(variables: Sequence[Variable], alone: set[str], runs: int, first: int) -> Iterator[Block]:
-    """Blocks of one element type: its runs, then its large variables, which may join a run."""
+def _runs(variables: Sequence[Variable], alone: set[str], runs: int, free: Iterator[str]) -> Iterator[Block]:
+    """Blocks of one element type: its runs, then its large variables, which may join a run.
+
+    ``free`` has names for the runs.
+    """
     small = sum(variable.bytes for variable in variables if variable.name not in alone)
     members: list[list[Variable]] = [[] for _ in range(runs)]
     homes: dict[str, int] = {}
@@ -69,7 +77,7 @@ def _runs(variables: Sequence[Variable], alone: set[str], runs: int, first: int)
         else:
             members[place].append(variable)
             seen += variable.bytes
-    names = {place: f"run{first + number}" for number, place in enumerate(p for p in range(runs) if members[p])}
+    names = {place: next(free) for place in range(runs) if members[place]}
     before: str | None = None
     for place, name in names.items():
         yield Block(name, tuple(members[place]), before)

@@ -287,9 +287,14 @@ class PlanSpace:
         return self.normal(drawn | {BUILDER: COMPOSED})
 
     def mutate(self, genome: Genome, rng: Random, rate: float = 0.15) -> dict[str, Value]:
-        """A changed point: each relevant parameter changes with probability ``rate``, and at least one does."""
+        """A changed point: each relevant parameter changes with probability ``rate``, and at least one does.
+
+        It is the same point if it has no relevant parameter, as that of one variable on one rank.
+        """
         base = self._composed(genome)
         matters = self._matters(base)
+        if not matters:
+            return base
         chosen = [name for name in matters if rng.random() < rate] or [rng.choice(matters)]
         for name in chosen:
             base[name] = rng.choice([value for value in self.usable[name] if value != base[name]])

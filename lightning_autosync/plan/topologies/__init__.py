@@ -11,7 +11,7 @@ from functools import cache
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.plugins import import_entry_points, import_modules
-from lightning_autosync.plan.topologies.base import Facts, MessageCut, Method, Site, Topology, TreeTopology
+from lightning_autosync.plan.topologies.base import MODES, Facts, MessageCut, Method, Site, Topology, TreeTopology
 
 ENTRY_POINTS = "lightning_autosync.topologies"
 
@@ -23,8 +23,13 @@ def register(topology: Topology) -> None:
     """Register a topology, so that plans and plan spaces can name it.
 
     Raises:
-        PlanError: its name or the name of one of its methods is taken.
+        PlanError: its name or the name of one of its methods is taken, or ``encoded_as`` is not one of `MODES`.
     """
+    if topology.encoded_as not in MODES:
+        raise PlanError(
+            f"topology '{topology.name}' of {type(topology).__module__}: encoded_as is '{topology.encoded_as}'; "
+            f"allowed: {', '.join(MODES)}"
+        )
     taken = [_registered.get(topology.name), *(_methods.get(method.name, (None,))[0] for method in topology.offers)]
     for other in taken:
         if other is not None:
@@ -89,6 +94,7 @@ def _is_foreign(topology: Topology) -> bool:
 
 
 __all__ = [
+    "MODES",
     "Facts",
     "MessageCut",
     "Method",

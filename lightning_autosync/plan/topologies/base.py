@@ -32,6 +32,9 @@ The cost per piece counts on fast links (chosen after two single runs at 1 Gbit/
 PIECES = 96
 """Number of pieces of a transfer within the limits above; filling the pipeline of a tree of depth d takes d pieces."""
 
+MODES = ("all_reduce", "all_to_all", "shared_memory", "two_level", "ring", "tree", "star", "hierarchical", "packed")
+"""Topologies that learned simulators distinguish; `Topology.encoded_as` maps each topology to the most similar one."""
+
 
 class Method(NamedTuple):
     """A combination of topology and architecture that a plan space offers.
@@ -149,7 +152,7 @@ class Topology(ABC):
         label: name in pictures.
         hatch: matplotlib hatch of its messages in pictures.
         offers: methods by which plan spaces use it.
-        encoded_as: most similar topology among those that learned simulators know.
+        encoded_as: most similar topology among `MODES`.
         architectures: architectures of groups that may use it.
         dense_only: whether row-wise messages cannot use it.
         rows_only: whether dense messages cannot use it.

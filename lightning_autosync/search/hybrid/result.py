@@ -185,7 +185,7 @@ def read_hybrid_result(directory: Path) -> HybridTuningResult:
         raise DocumentError(
             f"{directory}: no {RESULT} in it; expected the directory of 'autosync tune parallel=hybrid'"
         )
-    return HybridTuningResult.from_dict(read_data(path), source=str(path))
+    return HybridTuningResult.from_dict(read_data(path, finite=HybridTuningResult.FINITE), source=str(path))
 
 
 def is_hybrid_run(directory: Path) -> bool:

@@ -33,7 +33,7 @@ from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasureme
 from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
 from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, Origin, plan_of
-from lightning_autosync.search.storages import STEP_SECONDS, StudyError, name_metrics, open_storage, storage_errors
+from lightning_autosync.search.storages import STEP_SECONDS, StudyError, name_metrics, open_plan_storage, storage_errors
 from lightning_autosync.search.tuning.comparison import AnyPlan, compare
 from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.opponents import announced_batches, builder_plans
@@ -194,7 +194,7 @@ class HybridTuningRun:
     def _open(self) -> optuna.Study:
         storage = self._settings.study.storage or str(self._directory / JOURNAL)
         study = optuna.create_study(
-            storage=open_storage(storage), study_name=self._settings.study.name, load_if_exists=True
+            storage=open_plan_storage(storage), study_name=self._settings.study.name, load_if_exists=True
         )
         about = digest(
             [self._graph.fingerprint, self._job.cluster.fingerprint, self._settings.model.model_dump(mode="json")]

@@ -26,6 +26,9 @@ from lightning_autosync.search.trial_attributes import BASELINE, BUILT
 from lightning_autosync.search.tuning.comparison import PREDICTED, FinalComparison
 from lightning_autosync.search.tuning.records import LENIENT, TrialRecord
 
+_BEGINNING = 256
+"""Number of bytes at the beginning of a result in which its format line is."""
+
 
 class Opponent(Record):
     """The best setting of DDP or the best builder; ``seconds`` of a step are drift-corrected like those of trials."""
@@ -259,10 +262,29 @@ def read_result(directory: Path) -> TuningResult:
         raise DocumentError(f"{directory}: not a directory; expected the run directory of 'autosync tune'")
     if not path.is_file():
         raise DocumentError(f"{directory}: no {RESULT} in it; expected the run directory of a finished 'autosync tune'")
-    return TuningResult.from_dict(read_data(path), source=str(path))
+    return TuningResult.from_dict(read_data(path, finite=TuningResult.FINITE), source=str(path))
 
 
 def is_tuning_run(directory: Path) -> bool:
-    """Whether ``directory`` has a ``result.json`` of a tuning run."""
+    """Whether ``directory`` has a ``result.json`` of a tuning run.
+
+    Raises:
+        DocumentError: the file begins as that of a tuning run, but is damaged. Damaged files of other programs are not
+            ours to judge.
+    """
     path = directory / RESULT
-    return path.is_file() and TuningResult.is_in(path)
+    try:
+        return path.is_file() and TuningResult.is_in(path)
+    except DocumentError:
+        if _begins_as_tuning_run(path):
+            raise
+        return False
+
+
+def _begins_as_tuning_run(path: Path) -> bool:
+    """Whether the format line of a tuning run, which is written first, is at the beginning of a file."""
+    try:
+        with path.open("rb") as file:
+            return TuningResult.FORMAT.rpartition("/")[0].encode() in file.read(_BEGINNING)
+    except OSError:
+        return True

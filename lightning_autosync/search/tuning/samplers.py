@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import digest
-from lightning_autosync.measure.drift import DriftCorrection
+from lightning_autosync.measure.drift import DriftCorrection, run_with_turns
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.plan.builders.grouping import MIB
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
@@ -168,7 +168,8 @@ class CorrectedSampler(BaseSampler):
 
     def _corrected(self, study: optuna.Study, own: FrozenTrial) -> Iterator[FrozenTrial]:
         trials = study.get_trials(deepcopy=False)
-        correction = DriftCorrection.of(map(drift_observation, trials), own.user_attrs.get(RUN))
+        observed = list(map(drift_observation, trials))
+        correction = DriftCorrection.of(observed, run_with_turns(observed, own.user_attrs.get(RUN)))
         for trial in trials:
             params = self._complete(trial.params)
             if trial.number == own.number or not is_composed(trial) or not self._free.keys() <= params.keys():

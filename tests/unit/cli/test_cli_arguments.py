@@ -55,6 +55,16 @@ def test_as_many_folders_as_tell_files_apart_are_in_their_names(tmp_path: Path) 
     assert line.removeprefix("cluster=").split(",") == ["x_y_net", f"{tmp_path.name}_z_net", "other", "w_z_net"]
 
 
+@pytest.mark.parametrize("stem", ["my(1)", "café", "a#b", "a&b", "it's", "a b"])
+def test_characters_that_hydra_would_interpret_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stem: str
+) -> None:
+    path = cluster_file(tmp_path / f"{stem}.yaml", "mine")
+    found = composed(monkeypatch, capsys, "predict", f"cluster={path}")
+    assert isinstance(found["cluster"], dict)
+    assert found["cluster"]["name"] == "mine"
+
+
 def test_one_file_given_in_two_ways_is_one_option(tmp_path: Path) -> None:
     path = cluster_file(tmp_path / "net.yaml", "mine")
     assert prepared([f"cluster={path},{tmp_path}/./net.yaml"], tmp_path)[0] == "cluster=net,net"

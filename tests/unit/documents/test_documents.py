@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -221,6 +222,23 @@ def test_a_directory_keeps_its_name_and_shares_it_with_none(tmp_path: Path) -> N
     here.rename(there)
     assert identity(there) == name
     assert identity(here) != name
+
+
+def test_two_processes_give_a_directory_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # each sees no name, because both look at the same time
+    found += [identity(tmp_path), identity(tmp_path)]
+    assert found[0] == found[1]
+    assert [path.name for path in tmp_path.iterdir()] == [".identity"]
+
+
+def test_a_directory_has_a_name_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*paths: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    assert identity(tmp_path) == identity(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".identity"]
 
 
 @pytest.mark.parametrize(

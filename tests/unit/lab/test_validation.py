@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from locks import held_elsewhere
 
 from lightning_autosync.cli.validate import order_lines
 from lightning_autosync.cluster import ClusterSpec
@@ -114,3 +115,13 @@ def test_measurements_are_read_up_to_an_interruption(tmp_path: Path) -> None:
     path.write_text("not a measurement\n")
     with pytest.raises(DocumentError, match=r"measurements.jsonl:1: not a measurement"):
         load_measurements(path)
+
+
+def test_two_processes_do_not_measure_into_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "measurements.jsonl"
+    with (
+        held_elsewhere(tmp_path / ".measurements.jsonl.lock"),
+        pytest.raises(DocumentError, match=r"measurements\.jsonl: another process is adding runs to it"),
+    ):
+        measure_cases([], SMALL, path)
+    assert measure_cases([], SMALL, path) == {}

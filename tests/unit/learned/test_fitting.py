@@ -578,6 +578,14 @@ def test_the_shipped_configuration_is_what_the_command_takes() -> None:
     for option in options:
         simulator = SimulatorSettings.shipped(option)
         assert simulator.kind == option
-        assert simulator.members == (1 if option == "replay" else 3)  # no ensemble is compared with a lone network
+        assert simulator == SimulatorSettings(kind=option, network=simulator.network)
+        assert simulator.members == 3  # no ensemble is compared with a lone network
+        if option != "replay":
+            estimator = LearnedEstimator(option)
+            assert (estimator.members, estimator.training, estimator.tuning) == (
+                simulator.members,
+                simulator.training,
+                simulator.tuning,
+            )
         parsed = FitSettings.parse({**keys, "dataset": "somewhere", "simulator": simulator.model_dump()})
         assert parsed.dataset == ("somewhere",)

@@ -33,6 +33,7 @@ from lightning_autosync.learned import (
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.learned.examples import Examples
 from lightning_autosync.learned.networks import load_dgl
+from lightning_autosync.learned.registry import SimulatorSettings
 from lightning_autosync.learned.training import scores
 from lightning_autosync.plan import builders, topologies
 from lightning_autosync.plan.spec import Semantics
@@ -407,6 +408,15 @@ def test_another_dgl_than_the_error_asks_for_is_refused(
         return
     with pytest.raises(SimulatorError, match=rf"^dgl: version {version} is not supported; .*\(dgl>=1\.1\.3,<2;"):
         load_dgl()
+
+
+@pytest.mark.parametrize("kind", ["attention", "hetero"])
+def test_a_job_learns_at_its_start_that_dgl_is_missing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dgl", None)  # importing it raises ImportError
+    given = workload(), star(400, 100, 100), CONSTANTS, 0
+    with pytest.raises(SimulatorError, match=r"^dgl: cannot be imported"):
+        SimulatorSettings(kind=kind).for_job(*given)
+    assert isinstance(SimulatorSettings(kind="linear").for_job(*given), LearnedEstimator)
 
 
 @pytest.mark.slow

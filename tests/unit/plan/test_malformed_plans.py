@@ -107,6 +107,16 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         "trees: only topology 'packed' takes trees",
     ),
     "local aggregation of a collective": (plan_with(local_aggregation=True), "local_aggregation: not allowed with"),
+    "segment of a collective": (
+        plan_with(segment=4096),
+        "segment: not allowed with topology 'native'; allowed with double_tree, ",
+    ),
+    "ratio of int8": (
+        plan_with(compressor={"kind": "int8", "ratio": 0.5}),
+        "groups[0].compressor: ratio: compressor 'int8' does not use it",
+    ),
+    "rank of topk": (plan_with(compressor={"kind": "topk", "rank": 3}), "rank: compressor 'topk' does not use it"),
+    "block of a cast": (plan_with(compressor={"kind": "bf16", "block": 8}), "block: compressor 'bf16' does not use it"),
     "tiny segment": (plan_with(topology="ring", segment=8), "groups[0].segment: "),
     "name twice": (
         plan_with() | {"groups": [*plan_with()["groups"], {"name": "all", "variables": ["bias"]}]},
@@ -278,6 +288,18 @@ def test_plan_that_does_not_fit(groups: list[dict[str, Any]], fields: dict[str, 
         compiled(*groups, **fields)
     assert str(caught.value).startswith("my.yaml: ")
     assert expected in str(caught.value)
+
+
+def test_local_aggregation_in_two_levels_warns() -> None:
+    groups = builders.all_reduce(WORKLOAD, CLUSTER, topology="hierarchical").groups
+    plan = SyncPlan(
+        world_size=CLUSTER.world_size,
+        groups=tuple(group.model_copy(update={"local_aggregation": True}) for group in groups),
+    )
+    with pytest.warns(
+        FutureWarning, match=r"^plan: groups\[0\] .*: topology 'hierarchical' sums inside nodes in any case"
+    ):
+        compile_plan(plan, WORKLOAD, CLUSTER)
 
 
 def test_unmeasured_cluster_has_no_packing() -> None:

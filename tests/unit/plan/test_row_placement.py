@@ -36,6 +36,13 @@ def test_few_rows_are_gathered_and_common_rows_are_summed(builder: str, touched:
     assert topology_of(plan, "head") != "gather_rows"
 
 
+def test_a_table_without_rows_has_a_place() -> None:
+    empty = Variable(name="empty", shape=(0, 8), kind="sparse", rows=0.0)
+    work = Workload(name="empty", variables=(empty, Variable(name="head", shape=(16, 16))))
+    plan = place_rows(builders.packed_trees(work, UNEVEN), work, UNEVEN)
+    assert Replay(work, UNEVEN).predict(compile_plan(plan, work, UNEVEN)).step_time > 0
+
+
 @pytest.mark.parametrize("cluster", [UNEVEN, resolve_cluster("two_racks_8to1"), resolve_cluster("two_nodes_of_four")])
 @pytest.mark.parametrize("touched", [50.0, 1_000.0, 9_000.0])
 def test_the_replay_agrees(cluster: ClusterSpec, touched: float) -> None:

@@ -192,3 +192,27 @@ def test_a_record_of_other_blocks_is_refused() -> None:
     recorded = {**PlanSpace(MIXED, CLUSTERS["pair"]).parameters, "run77/method": ("native", "star")}
     with pytest.raises(PlanError, match="recorded parameter 'run77/method' does not belong to this workload"):
         PlanSpace(MIXED, CLUSTERS["pair"], recorded=recorded)
+
+
+def test_parameters_that_are_named_as_runs_are_blocks_of_their_own() -> None:
+    shapes = {"run1": (400, 300), "run0": (300, 300), "a": (9,), "b": (9,), "c": (9,)}
+    variables = [Variable(name=name, shape=shape) for name, shape in shapes.items()]
+    variables.append(Variable(name="half", shape=(9,), dtype="float16"))
+    variables.append(Variable(name="run2", shape=(50, 8), kind="sparse"))
+    workload = Workload(name="runs", variables=tuple(variables))
+    blocks = make_blocks(workload)
+    names = [block.name for block in blocks]
+    assert len(set(names)) == len(names)
+    assert sorted(variable.name for block in blocks for variable in block.variables) == sorted(
+        variable.name for variable in variables
+    )
+    space, rng = PlanSpace(workload, CLUSTERS["pair"]), Random(0)
+    for _ in range(20):
+        compile_plan(space.plan(space.draw(rng)), workload, CLUSTERS["pair"])
+
+
+def test_a_space_of_one_plan_has_no_other() -> None:
+    workload = Workload(name="one", variables=(Variable(name="fc", shape=(10, 10)),))
+    space = PlanSpace(workload, ClusterSpec.uniform(1))
+    point = space.draw(Random(0))
+    assert space.mutate(point, Random(0)) == point

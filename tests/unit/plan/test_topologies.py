@@ -10,9 +10,9 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.learned.plan_arrays import MODES
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, topologies
 from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.plan.topologies import MODES
 from lightning_autosync.report.figures.plan import method_of
 from lightning_autosync.search.features import PlanFeatures
 from lightning_autosync.workload import Variable, Workload
@@ -105,6 +105,22 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(foreign: None, tmp_path: 
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(PlanError, match=r"topology 'ring' of .*ring: its name .* already registered by .*Ring; rename"):
         topologies.register(type(topologies.find("ring"))())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_has_features_whatever_its_topology_resembles(foreign: None, mode: str) -> None:
+    plan = builders.all_reduce(WORKLOAD, CLUSTER, topology="line")
+    type(topologies.find("line")).encoded_as = mode
+    assert PlanFeatures(WORKLOAD)(plan).any()
+
+
+def test_a_topology_must_resemble_one_that_is_known() -> None:
+    class Mesh(type(topologies.find("ring"))):  # type: ignore[misc]
+        name = encoded_as = "mesh"
+        offers = ()
+
+    with pytest.raises(PlanError, match=r"topology 'mesh' of .*: encoded_as is 'mesh'; allowed: all_reduce, "):
+        topologies.register(Mesh())
 
 
 def test_names_that_are_not_registered() -> None:

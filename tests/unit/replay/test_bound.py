@@ -65,6 +65,12 @@ def test_rows_that_a_fast_node_sends_and_a_slow_one_waits_for() -> None:
     assert least_step(work, ClusterSpec.from_dict(data)).seconds == pytest.approx(1 / 2 + 3 + 0.5 / 0.5)
 
 
+def test_a_table_without_rows_adds_nothing() -> None:
+    empty = Variable(name="empty", shape=(0, 8), kind="sparse", rows=0.0)
+    both = Workload(name="both", variables=(TABLE, empty), optimizer_time=0.5)
+    assert least_step(both, UNEVEN) == least_step(ROWS, UNEVEN)
+
+
 def test_of_a_table_only_what_changed_is_synchronized() -> None:
     dense = Variable(name="dense", shape=(25,))
     both = Workload(name="both", variables=(TABLE, dense))

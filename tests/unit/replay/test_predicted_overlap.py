@@ -10,6 +10,7 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.replay import (
+    Constants,
     MessageSpan,
     Prediction,
     Replay,
@@ -91,3 +92,14 @@ def test_bound_of_steps_that_overlap(sizes: tuple[int, int], passes: tuple[float
         name="two", variables=variables, forward_time=forward, backward_time=backward, optimizer_time=0.25
     )
     assert least_overlapped_step(workload, CLUSTER) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(30_000, 1.1), (300_000, 1.2 + 0.1 + 0.4)])
+def test_bound_where_the_last_gradient_is_ready_before_backward_ends(size: int, seconds: float) -> None:
+    variables = (Variable(name="first", shape=(size,), ready=0.4), Variable(name="last", shape=(1,), ready=0.1))
+    workload = Workload(name="two", variables=variables, forward_time=0.1, backward_time=1.0)
+    least = least_overlapped_step(workload, CLUSTER)
+    assert least == pytest.approx(seconds)
+    schedule = compile_plan(builders.build("all_reduce", workload, CLUSTER, bucket_bytes=1), workload, CLUSTER)
+    prediction = Replay(workload, CLUSTER, Constants.ideal()).predict(schedule)
+    assert overlapped_step(schedule, workload, prediction) >= least - 1e-9

@@ -206,6 +206,16 @@ def test_constants_are_a_document(tmp_path) -> None:  # type: ignore[no-untyped-
         Constants.from_dict({"format": "autosync-constants/1", "framing": 0.5})
 
 
+def test_rates_that_are_left_out_of_a_file_are_the_defaults() -> None:
+    given = {"format": "autosync-constants/1", "encode": {"int8": 1e9}, "decode": {"int8": 2e9}}
+    found, default = Constants.from_dict(given), Constants()
+    assert (found.encode.int8, found.decode.int8) == (1e9, 2e9)
+    assert found.encode == default.encode.model_copy(update={"int8": 1e9})
+    assert found.decode == default.decode.model_copy(update={"int8": 2e9})
+    assert found.decode.fp16 != found.encode.fp16
+    assert Constants.from_dict(found.to_dict()) == found
+
+
 def ring_of_links(onwards: float = RATE, backwards: float = RATE) -> ClusterSpec:
     """Four nodes, each with a link to the next; ranks are in the order of the ring."""
     rates = {"bandwidth": onwards, "reverse_bandwidth": backwards}

@@ -180,10 +180,17 @@ def test_a_model_of_the_bench_can_be_asked_about(tmp_path: Path, capsys: pytest.
     assert "the table compares whole steps" not in said
 
 
+def test_a_bound_of_nothing_has_no_row() -> None:
+    workload = Workload(name="small", variables=(Variable(name="fc", shape=(1024,)),))
+    found = predict_gain(workload, CLUSTER, Constants(burst=131072), CAPS, SHORT)
+    assert found.of("bound") == []
+    assert "bound" not in text_of(found) + " ".join(gain_remarks(found))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"arguments": {"topology": "tree"}}, "arguments: only for one plan; give plan="),
+        ({"arguments": {"topology": "tree"}}, "arguments: only for one plan, with plan="),
         ({"rates": "rates.yaml"}, "rates: only for one plan"),
         ({"cluster": {"uniform": {"nodes": 1}}}, "cluster: 'one' has one rank"),
         ({"cluster": {"uniform": {"nodes": 2}}}, "cluster 'one': .*bandwidth: unknown"),

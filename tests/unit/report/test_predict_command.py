@@ -12,10 +12,12 @@ import pytest
 from lightning_autosync.cli.predict import predict
 from lightning_autosync.cluster import resolve_cluster
 from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.plan import builders
 from lightning_autosync.replay import Constants
 from lightning_autosync.workload import catalogue
 
+MODULE = {"kind": "perceptron", "widths": [8, 8, 8], "batch": 2}
 ASKED: dict[str, Any] = {"plan": "byteps", "workload": "ncf", "cluster": "fat_node_star"}
 
 
@@ -70,8 +72,22 @@ def test_a_plan_for_another_model_is_named(tmp_path: Path) -> None:
         ({"workload": "w.yaml", "model": {"batch_size": 1}}, "model: workload 'w.yaml' is a file"),
         ({"cluster": "moon"}, "no shipped cluster is named 'moon'"),
         ({"links": 3}, "links: unknown field"),
+        ({"rates": "nowhere.yaml"}, "rates: only for a plan that splits operators"),
+        ({"module": MODULE}, "module: only for a plan that splits operators"),
     ],
 )
 def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(AutoSyncError, match=message):
         predict({**ASKED, **change}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [{"workload": "ncf"}, {"model": {"batch_size": 1}}, {"arguments": {"topology": "ring"}}, {"constants": "c.yaml"}],
+)
+def test_what_a_plan_that_splits_operators_ignores_is_refused(tmp_path: Path, ignored: dict[str, Any]) -> None:
+    path = tmp_path / "split.yaml"
+    path.write_text(f"format: {HybridPlan.FORMAT}\nmesh: [2]\n")
+    (name,) = ignored
+    with pytest.raises(AutoSyncError, match=f"^{name}: not for a plan that splits operators; leave {name} out"):
+        predict({"plan": str(path), "cluster": "fat_node_star", **ignored}, tmp_path)

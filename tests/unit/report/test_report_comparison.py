@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -79,8 +80,12 @@ def test_runs_of_a_list_are_compared_in_the_verbs_own_directory(sweep: Path, tmp
 
 def test_other_results_of_a_sweep_are_passed_over_and_broken_ones_are_not(sweep: Path, tmp_path: Path) -> None:
     write_text(tmp_path / "bench" / "result.json", '{"format": "autosync-bench/1"}')
-    write_text(tmp_path / "run" / "result.json", (sweep / "0" / "result.json").read_text())
-    assert len(find_runs([tmp_path])) == 1
+    for name, text in (("text", "no JSON"), ("list", '[Infinity, "'), ("large", "[" + "0," * 500_000 + "0]")):
+        write_text(tmp_path / name / "result.json", text)
+    whole = json.loads((sweep / "0" / "result.json").read_text())
+    whole["environment"]["load"] = math.inf
+    write_text(tmp_path / "run" / "result.json", json.dumps(whole))
+    assert [run.directory.name for run in find_runs([tmp_path])] == ["run"]
     write_text(tmp_path / "cut" / "result.json", '{"format": "autosync-tuning/1", "tri')
     with pytest.raises(DocumentError, match=r"cut/result\.json: not valid JSON"):
         find_runs([tmp_path])

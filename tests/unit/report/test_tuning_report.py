@@ -7,21 +7,28 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tuning_runs import write_run
 
+import lightning_autosync.cli.tune as tune_module
 from lightning_autosync.cli.report import report
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.step_time import paired_ratio
+from lightning_autosync.replay import Constants
+from lightning_autosync.report import page as page_module
 from lightning_autosync.report.page import write_report
 from lightning_autosync.report.summary import summary
 from lightning_autosync.report.tuning_run import TuningRun
+from lightning_autosync.search.tuning.settings import TuningSettings
 
 Edit = Callable[[dict[str, Any]], Any]
 Changed = Callable[[Edit], Path]
@@ -275,6 +282,43 @@ def test_a_run_without_a_search_says_so_once_and_alike(changed: Changed, interru
 def test_a_run_with_a_search_does_not_say_that_there_was_none(kept: Path) -> None:
     assert "builders' plans were tried" not in words(kept)
     assert TuningRun.load(kept).result.unsearched == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts"),
+    [
+        ({"launch": {"kind": "emulated"}, "model": {"kind": "paced"}}, (5, 128 * 1024, True)),
+        ({"launch": {"kind": "emulated"}, "model": {"kind": "layers"}}, (5, 128 * 1024, False)),
+        ({"launch": {"kind": "local"}, "model": {"kind": "layers"}}, (5, 0, False)),
+        ({"launch": {"kind": "ssh"}, "model": {"kind": "flat"}}, (None, 0, True)),
+        ({"launch": {"kind": "local"}, "within_job": True}, (None, 0, False)),
+    ],
+)
+def test_the_page_predicts_with_the_hosts_of_the_search(
+    changed: Changed, settings: dict[str, Any], hosts: tuple[int | None, int, bool]
+) -> None:
+    def start(data: dict[str, Any]) -> None:
+        data["settings"] = {"search": {"budget": 50}, **settings}
+        data["environment"]["cores"] = 5
+        data["emulated"] = {"links": hosts[1] > 0, "compute": settings.get("model") == {"kind": "paced"}}
+
+    found = page_module._constants(TuningRun.load(changed(start)))
+    assert (found.cores, found.burst, found.accelerated) == hosts
+
+
+def test_a_traced_step_is_predicted_with_the_hosts_of_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Constants] = []
+    monkeypatch.setattr(tune_module, "WorkerPool", lambda *given, **options: nullcontext())
+    monkeypatch.setattr(tune_module, "measure_timeline", lambda *given: None)
+    monkeypatch.setattr(tune_module, "compare_timelines", lambda *given: seen.append(given[-1]))
+    settings = TuningSettings.parse({"model": {"kind": "flat", "mib": 1}}).model_copy(
+        update={"launch": SimpleNamespace(kind="ssh", open=lambda cluster: nullcontext())}
+    )
+    job = SimpleNamespace(settings=settings, cluster=ClusterSpec.uniform(2, bandwidth=1e8), workload=None)
+    tune_module._trace(cast(Any, SimpleNamespace(job=job, plan=object())), tmp_path)
+    assert [(found.cores, found.burst, found.accelerated) for found in seen] == [(None, 0.0, True)]
 
 
 @pytest.mark.slow

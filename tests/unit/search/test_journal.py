@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import subprocess
 import sys
@@ -37,6 +38,16 @@ def path(tmp_path) -> Path:
     file = tmp_path / "study.journal"
     file.touch()
     return file
+
+
+def test_values_that_are_not_finite_are_read_again(path):
+    study = optuna.create_study(storage=optuna.storages.JournalStorage(Journal(str(path))))
+    trial = study.ask()
+    trial.report(math.nan, 0)
+    study.tell(trial, math.inf)
+    (found,) = optuna.storages.JournalStorage(Journal(str(path))).get_all_trials(0)
+    assert found.value == math.inf
+    assert math.isnan(found.intermediate_values[0])
 
 
 def killed_at_its_turn(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,14 @@ def test_what_holds_no_password_stays_as_it_is():
 def test_each_address_of_a_sweep_has_a_variable():
     (told,) = hide_passwords([f"study.storage={ADDRESSES[0]},sqlite:///x.db,'{ADDRESSES[2]}'"])
     assert told == f"study.storage='${{oc.env:{VARIABLE}1}}',sqlite:///x.db,'${{oc.env:{VARIABLE}2}}'"
+
+
+def test_variables_that_exist_are_kept(monkeypatch):
+    for number, address in ((2, ADDRESSES[1]), (3, ADDRESSES[1])):
+        monkeypatch.setenv(f"{VARIABLE}{number}", address)
+    told = hide_passwords([f"a={address}" for address in (ADDRESSES[0], ADDRESSES[2], ADDRESSES[3])])
+    assert re.findall(rf"{VARIABLE}(\d+)", " ".join(told)) == ["1", "4", "5"]
+    assert os.environ[f"{VARIABLE}2"] == os.environ[f"{VARIABLE}3"] == ADDRESSES[1]
 
 
 @pytest.mark.parametrize(

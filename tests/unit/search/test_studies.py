@@ -129,6 +129,11 @@ def test_a_study_that_is_not_of_plans_is_refused(storage: Path) -> None:
         studies.load_study(storage, "one")
 
 
+def test_mysql_is_refused_because_its_texts_are_short() -> None:
+    with pytest.raises(StudyError, match=r"^mysql\+pymysql://me:\*\*\*@host/db: .*64 KiB of text.*; use PostgreSQL"):
+        studies.open_study("mysql+pymysql://me:hunter2@host/db", "one", SPACE)
+
+
 def test_what_is_not_there_is_named(storage: Path, tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="this journal file does not exist"):
         studies.load_study(storage)

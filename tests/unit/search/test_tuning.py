@@ -9,6 +9,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.trial import create_trial
 from priced_session import PricedSession
 from tuning_world import CLUSTER, MODEL, World, result_of, settings
 
@@ -70,6 +71,13 @@ def test_a_builder_many_times_slower_than_the_reference_ends_at_once_in_the_firs
         assert str(record.error).endswith("times the reference's")
     else:
         assert "reference" not in str(record.error)
+
+
+def test_a_result_has_the_steps_of_the_slowest_rank_only():
+    steps = [[1.0, 1.5], [2.0, 2.5], [], [1.0, 9.0]]
+    trial = create_trial(value=5.0, user_attrs={attrs.STEPS: steps})
+    assert TrialRecord.of(trial).steps == ((1.0, 9.0),)
+    assert TrialRecord.of(create_trial(value=5.0)).steps == ()
 
 
 def test_what_was_measured_is_in_the_study_for_whoever_learns_from_it():

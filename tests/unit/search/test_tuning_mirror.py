@@ -91,6 +91,10 @@ def test_times_are_on_the_footing_of_the_run_that_asks():
     trial.set_user_attr(RUN, "fast")
     trial._suggest("x", SPACE["x"])
     assert [one.value for one in listener.heard] == pytest.approx([1.0] * 60)
+    trial = study.ask()
+    trial.set_user_attr(RUN, "a new run without a reference")
+    trial._suggest("x", SPACE["x"])
+    assert [one.value for one in listener.heard if one.value is not None] == pytest.approx([2.0] * 60)
 
 
 @pytest.mark.slow

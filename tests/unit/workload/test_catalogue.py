@@ -154,6 +154,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ncf", {"hidden": "256"}, "hidden must be a list of whole numbers"),
     ("ncf", {"hidden": []}, "hidden must be a list of whole numbers"),
     ("bert_base", {"tokens": 513}, "tokens must be at most 512, got 513"),
+    (
+        "vgg16",
+        {"flops_per_second": 1e-6},
+        "vgg16: with these arguments, forward_time: .*less than or equal to 1000000000000",
+    ),
+    ("vgg16", {"flops_per_second": 5e-324}, "vgg16: with these arguments, "),
+    ("bert_base", {"vocab": 10**17}, "bert_base: with these arguments, .*less than or equal to"),
+    ("bert_base", {"vocab": 10**400}, "bert_base: with these arguments, "),
 ]
 
 
