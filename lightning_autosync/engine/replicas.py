@@ -93,7 +93,7 @@ class ReplicaCheck:
         """
         if not parameters:
             return
-        sums = torch.stack([_bit_sum(parameter.detach()) for parameter in parameters.values()])
+        sums = torch.stack([bit_sum(parameter.detach()) for parameter in parameters.values()])
         # The maximum of the negated sums is the negated minimum, so one all-reduce gives both.
         extremes = torch.cat([sums, -sums])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
@@ -177,7 +177,7 @@ class ReplicaCheck:
 
         Among sets of ranks of equal size, the set with the lowest rank counts as the majority.
         """
-        sums = [tuple(theirs) for theirs in gather_json([int(_bit_sum(tensor)) for tensor in tensors], self._group)]
+        sums = [tuple(theirs) for theirs in gather_json([int(bit_sum(tensor)) for tensor in tensors], self._group)]
         common = max(sums, key=sums.count)  # `max` returns the first of equally frequent sums
         return [rank for rank, theirs in enumerate(sums) if theirs != common], sums.index(common)
 
@@ -191,7 +191,7 @@ def warn_of_shortened(names: Iterable[str]) -> None:
         )
 
 
-def _bit_sum(tensor: Tensor) -> Tensor:
+def bit_sum(tensor: Tensor) -> Tensor:
     """A number that depends on the bits and the position of each element.
 
     Positions enter by row and column of a grid, so no temporary tensor of the size of ``tensor`` is needed.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_autosync.engine.replicas import bit_sum
 from lightning_autosync.errors import ExchangeError, GroupBroken, PeerLost
 from lightning_autosync.relaxed.base import Drain, Synchronizer
 from lightning_autosync.relaxed.controller import RANK, Controller, ControllerClient
@@ -126,14 +127,17 @@ class AveragingWorker(Synchronizer):
                 self._client.send("start")
 
     def drain(self) -> None:
-        parameters = self._model.parameters
+        parameters, frozen = self._model.parameters, self._model.frozen
         common = [*parameters, *self._model.buffers, *self._drained_state()]
 
         def view(group: dict[str, Any]) -> FlatView:
-            return FlatView([*common, *self._momenta(parameters, group["averages"])])
+            unlike = [frozen[place] for place in group["unlike"]]
+            return FlatView([*common, *unlike, *self._momenta(parameters, group["averages"])])
 
-        elements = sum(FlatView(common).sizes)
-        facts = self._momentum_facts(parameters)
+        elements = sum(FlatView([*common, *frozen]).sizes)
+        # Frozen parameters that are equal need no average, which would round them.
+        sums = [int(bit_sum(parameter.detach())) for parameter in frozen]
+        facts = {"frozen": sums, **self._momentum_facts(parameters)}
         group, average = self._average_with_group("arrive", elements, lambda group: view(group).pack(), **facts)
         view(group).unpack(average)
         self._iteration, self._samples = group["iteration"], 0

@@ -18,7 +18,7 @@ from lightning_autosync.relaxed.transport.messages import Mail
 RANK = 0
 """Rank of the coordinating process."""
 
-_REQUESTS = ("start", "ready", "arrive", "done", "complete", "broken", "leave")
+_REQUESTS = ("start", "ready", "progress", "arrive", "done", "complete", "broken", "leave")
 
 
 class Controller:

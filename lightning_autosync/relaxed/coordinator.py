@@ -2,9 +2,9 @@
 
 It is pure: it neither sends nor waits, and callers pass the time.
 
-Messages from a worker: ``start`` (request a model), ``ready`` (a step is done, request a group), ``arrive`` (at the
-barrier of a drain), ``done`` (no more data before the drain), ``broken`` (the average of a group failed), ``complete``
-(the average of an *atomic* group succeeded), ``leave``.
+Messages from a worker: ``start`` (request a model), ``ready`` (a step is done, request a group), ``progress`` (steps
+are done, and none needs a group), ``arrive`` (at the barrier of a drain), ``done`` (no more data before the drain),
+``broken`` (the average of a group failed), ``complete`` (the average of an *atomic* group succeeded), ``leave``.
 
 Commands to a worker: ``group`` (average with these members), ``verdict`` (whether an atomic group commits; if not,
 request again), ``donate`` (send the model to these workers), ``take`` (receive a model from that worker), ``extend``
@@ -16,7 +16,7 @@ not get a model that was meant for it before it was lost.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -60,10 +60,11 @@ class _Worker:
     iteration: int = 0
     samples: int = 0
     elements: int = 0
-    rate: float = 0.0
+    rates: list[float] = field(default_factory=list)
     since: float = 0.0
     visit: int = 0
     averages: list[str] | None = None
+    frozen: list[int] = field(default_factory=list)
     generation: int | None = None
 
 
@@ -84,8 +85,8 @@ class Coordinator:
         grouping: a new object that forms the groups.
         dynamic: whether weights depend on staleness.
         atomic: whether groups are atomic; barriers always are.
-        timeout: seconds between the first and the last worker at a start or in a group; at a barrier, seconds after the
-            last step of any worker.
+        timeout: seconds between the first and the last worker at a start or in a group, or after the last report of
+            progress; at a barrier, seconds after the last step of any worker.
         period: adapts the period of averages; None keeps it fixed.
     """
 
@@ -126,6 +127,8 @@ class Coordinator:
                 self._note(worker, header, now, Phase.WAITING)
                 self._grouping.add(rank, now)
                 self._renew(now, Phase.ARRIVED)
+            case "progress":
+                self._renew(now, Phase.WAITING, Phase.ARRIVED)
             case "arrive":
                 self._note(worker, header, now, Phase.ARRIVED)
             case "done":
@@ -222,8 +225,8 @@ class Coordinator:
     def _note(self, worker: _Worker, header: dict[str, Any], now: float, phase: Phase) -> None:
         worker.phase, worker.since, worker.generation = phase, now, None
         worker.iteration, worker.samples = header["iteration"], header["samples"]
-        worker.elements, worker.rate = header["elements"], header.get("rate", 0.0)
-        worker.averages = header.get("averages")
+        worker.elements, worker.rates = header["elements"], header.get("rates", [])
+        worker.averages, worker.frozen = header.get("averages"), header.get("frozen", [])
         if self._period is not None and "step_time" in header:
             self._period.report(header["step_time"], header["exchange_time"])
 
@@ -277,7 +280,8 @@ class Coordinator:
         members = tuple(sorted(group.members))
         iterations = [self._workers[rank].iteration for rank in members]
         weights = dynamic_weights(iterations) if self._dynamic else constant_weights(len(members))
-        facts = {"number": group.number, "bridging": group.bridging, "active": active}
+        whole = not self._in(Phase.DONE, Phase.ARRIVED)
+        facts = {"number": group.number, "bridging": group.bridging, "active": active, "whole": whole}
         self._call_group(members, weights, False, facts)
 
     def _open_barrier(self) -> None:
@@ -288,7 +292,9 @@ class Coordinator:
         # Without a step since the last barrier, momenta still have the values of that barrier.
         averages = self._averages(members) if any(samples) else set()
         visits = [self._workers[rank].visit for rank in members]
-        facts = {"averages": next(iter(averages), ()), "visits": visits}
+        frozen = zip(*(self._workers[rank].frozen for rank in members), strict=False)  # unlike models are refused below
+        unlike = [place for place, sums in enumerate(frozen) if len(set(sums)) > 1]
+        facts = {"averages": next(iter(averages), ()), "visits": visits, "unlike": unlike}
         self._call_group(members, sample_weights(samples), True, facts)
 
     def _averages(self, members: Iterable[int]) -> set[tuple[str, ...]]:
@@ -317,7 +323,7 @@ class Coordinator:
             "members": members,
             "weights": weights,
             "iteration": max(worker.iteration for worker in workers),
-            "rate": workers[0].rate,
+            "rates": workers[0].rates,
             "atomic": atomic,
             "drain": drain,
             **facts,

@@ -11,7 +11,7 @@ from lightning_autosync.plan import Group, SyncPlan
 from lightning_autosync.plan.compiler import check_variables
 from lightning_autosync.plan.servers import server_layout
 from lightning_autosync.relaxed.base import Synchronizer
-from lightning_autosync.relaxed.model_state import ModelTensors, PersistentBuffers
+from lightning_autosync.relaxed.model_state import ModelTensors, UntrainedTensors
 from lightning_autosync.relaxed.partial_reduce import PartialReduce
 from lightning_autosync.relaxed.periodic import Periodic
 from lightning_autosync.relaxed.server import ParameterServer
@@ -68,13 +68,19 @@ def open_synchronizer(
         return kind(mesh, ModelTensors.of(module), consistency, timeout=timeout, stall=stall)
     if optimizer is None:
         raise PlanError(f"optimizer: missing; mode '{consistency.mode}' needs it, because servers make its updates")
+    for name, parameter in variable_names(module):
+        if parameter.is_complex():
+            raise PlanError(
+                f"model: parameter '{name}' is complex, but servers keep real parameters only; allowed: plans of mode "
+                "'partial_reduce' or 'periodic', and synchronous plans without `served`"
+            )
     return ParameterServer(
         mesh,
         variable_names(module),
         server_layout(plan, workload, source),
         optimizer,
         consistency,
-        buffers=PersistentBuffers(module),
+        buffers=UntrainedTensors(module),
         nodes=None if cluster is None else [cluster.ranks_of(node) for node in range(len(cluster.nodes))],
         timeout=timeout,
     )

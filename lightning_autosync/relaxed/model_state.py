@@ -33,10 +33,18 @@ class ModelTensors:
         return cls(module, tuple(parameter for parameter in module.parameters() if parameter.requires_grad))
 
     @property
+    def frozen(self) -> tuple[Tensor, ...]:
+        """Floating-point or complex parameters that are not trained. Code may change them in place, as a moving average
+        of trained ones; those that differ between workers are averaged at barriers.
+        """
+        trained = set(self.parameters)
+        others = (parameter for parameter in self.module.parameters() if parameter not in trained)
+        return tuple(parameter for parameter in others if _has_mean(parameter) and can_travel(parameter))
+
+    @property
     def buffers(self) -> tuple[Tensor, ...]:
         """Persistent floating-point or complex buffers, which are averaged at barriers; counters have no average."""
-        kept = persistent_buffers(self.module).values()
-        return tuple(buffer for buffer in kept if buffer.is_floating_point() or buffer.is_complex())
+        return tuple(buffer for buffer in persistent_buffers(self.module).values() if _has_mean(buffer))
 
     @property
     def all(self) -> tuple[Tensor, ...]:
@@ -45,27 +53,31 @@ class ModelTensors:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The current buffers that checkpoints contain, by their first name."""
-    parameters = {id(parameter) for parameter in module.parameters()}
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in parameters:
-            found.setdefault(id(value), (name, value))
-    return dict(found.values())
+    """The current persistent buffers, by their first name, whether or not the module's ``state_dict()`` has them."""
+    modules = dict(module.named_modules())
+
+    def is_persistent(name: str) -> bool:
+        path, _, own = name.rpartition(".")
+        return own not in modules[path]._non_persistent_buffers_set
+
+    return {name: buffer for name, buffer in module.named_buffers() if is_persistent(name)}
 
 
-class PersistentBuffers(Mapping[str, Tensor]):
-    """A mapping like `persistent_buffers` that looks buffers up at each access, because modules may replace them."""
+class UntrainedTensors(Mapping[str, Tensor]):
+    """Persistent buffers and frozen parameters, by name. Buffers are looked up at each access, because modules may
+    replace them.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        kept = persistent_buffers(module)
-        self._names = tuple(name for name, _ in module.named_buffers() if name in kept)
+        named = module.named_parameters()
+        self._frozen = {name: one for name, one in named if not one.requires_grad and can_travel(one)}
+        self._names = (*persistent_buffers(module), *self._frozen)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._module.get_buffer(name)
+        return self._frozen[name] if name in self._frozen else self._module.get_buffer(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -105,13 +117,14 @@ class FlatView:
 
 def flat_type(tensors: Iterable[Tensor]) -> torch.dtype:
     """The dtype in which tensors are exchanged. It is never half precision, which would round the sums."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    double = (torch.float64, torch.complex128)
+    return torch.float64 if any(tensor.dtype in double for tensor in tensors) else torch.float32
 
 
 def optimizer_averages(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[str]:
     """Sorted names of an optimizer's running averages (momentum, second moments).
 
-    These are the floating-point tensors in a parameter's state that have its shape.
+    These are the floating-point or complex tensors in a parameter's state that have its shape.
     """
     names: set[str] = set()
     for parameter in parameters:
@@ -167,12 +180,11 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _is_average(name: str, value: object, parameter: Tensor) -> bool:
-    return (
-        name != "step"
-        and isinstance(value, Tensor)
-        and value.shape == parameter.shape
-        and value.dtype.is_floating_point
-    )
+    return name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape and _has_mean(value)
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class DonatedOptimizer(NamedTuple):

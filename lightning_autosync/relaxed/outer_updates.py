@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class OuterUpdate(ABC):
     All replicas make the same updates, so their states stay equal.
 
     Args:
-        elements: number of elements in the fragment.
+        sizes: number of elements of each tensor in the fragment; their sum is called elements below.
         dtype: dtype in which the fragment is averaged.
 
     Attributes:
@@ -28,8 +29,8 @@ class OuterUpdate(ABC):
     ANCHOR: str | None = "anchor"
     """Name of the tensor in ``state`` that is the common model after a round; None if there is none."""
 
-    def __init__(self, elements: int, dtype: torch.dtype) -> None:
-        self.state = {name: torch.zeros(elements, dtype=dtype) for name in self.KEPT}
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        self.state = {name: torch.zeros(sum(sizes), dtype=dtype) for name in self.KEPT}
 
     def begin(self, model: Tensor) -> None:
         """Begin training, with ``model`` [elements] on all replicas."""
@@ -41,14 +42,14 @@ class OuterUpdate(ABC):
             self.state[self.ANCHOR].copy_(model)
 
     @abstractmethod
-    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rates: Sequence[float]) -> Tensor:
         """This replica's next model.
 
         Args:
             local: [elements], this replica's model after its local steps.
             mean: [elements], mean of all replicas' models.
             replicas: number of averaged replicas.
-            rate: learning rate of the local steps.
+            rates: learning rate of the local steps, of each tensor.
 
         Returns:
             [elements].
@@ -58,7 +59,7 @@ class OuterUpdate(ABC):
 class Averaging(OuterUpdate):
     """Local SGD (Stich, 2019): every replica continues from the mean."""
 
-    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rates: Sequence[float]) -> Tensor:
         return mean
 
 
@@ -71,14 +72,14 @@ class ElasticAveraging(OuterUpdate):
     KEPT = ("centre",)
     ANCHOR = None
 
-    def __init__(self, elements: int, dtype: torch.dtype, alpha: float | None) -> None:
-        super().__init__(elements, dtype)
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, alpha: float | None) -> None:
+        super().__init__(sizes, dtype)
         self._alpha = alpha
 
     def begin(self, model: Tensor) -> None:
         self.state["centre"].copy_(model)
 
-    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rates: Sequence[float]) -> Tensor:
         centre = self.state["centre"]
         # The default is stable for every number of replicas: alpha * (replicas + 1) stays below 2.
         alpha = 0.9 / replicas if self._alpha is None else self._alpha
@@ -92,11 +93,11 @@ class BlockMomentum(OuterUpdate):
 
     KEPT = ("anchor", "update")
 
-    def __init__(self, elements: int, dtype: torch.dtype, lr: float, momentum: float | None) -> None:
-        super().__init__(elements, dtype)
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, lr: float, momentum: float | None) -> None:
+        super().__init__(sizes, dtype)
         self._lr, self._momentum = lr, momentum
 
-    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rates: Sequence[float]) -> Tensor:
         anchor, filtered = self.state["anchor"], self.state["update"]
         momentum = 1 - 1 / replicas if self._momentum is None else self._momentum
         filtered.mul_(momentum).add_(mean - anchor, alpha=self._lr)
@@ -107,22 +108,22 @@ class SlowMomentum(OuterUpdate):
     """SlowMo (Wang et al., 2020), algorithm 1, in units of the model instead of the gradient.
 
     The state keeps ``rate * u`` for the slow momentum u, which avoids a division by a learning rate of zero. When the
-    rate changes, the state is scaled by the ratio.
+    rate of a tensor changes, its state is scaled by the ratio.
     """
 
     KEPT = ("anchor", "momentum", "rate")
 
-    def __init__(self, elements: int, dtype: torch.dtype, lr: float, momentum: float) -> None:
-        super().__init__(elements, dtype)
-        self.state["rate"] = torch.zeros(1, dtype=dtype)
-        self._lr, self._momentum = lr, momentum
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, lr: float, momentum: float) -> None:
+        super().__init__(sizes, dtype)
+        self.state["rate"] = torch.zeros(len(sizes), dtype=dtype)
+        self._sizes, self._lr, self._momentum = tuple(sizes), lr, momentum
 
-    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rates: Sequence[float]) -> Tensor:
         anchor, slow = self.state["anchor"], self.state["momentum"]
-        before = float(self.state["rate"])
-        ratio = rate / before if rate > 0 and before > 0 else 1.0
-        self.state["rate"].fill_(rate)
-        slow.mul_(self._momentum * ratio).add_(anchor - mean)
+        for part, rate, before in zip(slow.split(self._sizes), rates, self.state["rate"].tolist(), strict=True):
+            part.mul_(self._momentum * (rate / before if rate > 0 and before > 0 else 1.0))
+        self.state["rate"].copy_(torch.tensor(rates))
+        slow.add_(anchor - mean)
         return anchor.sub_(slow, alpha=self._lr)
 
 
@@ -131,31 +132,31 @@ class OuterNesterov(OuterUpdate):
 
     KEPT = ("anchor", "momentum")
 
-    def __init__(self, elements: int, dtype: torch.dtype, lr: float, momentum: float) -> None:
-        super().__init__(elements, dtype)
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, lr: float, momentum: float) -> None:
+        super().__init__(sizes, dtype)
         self._lr, self._momentum = lr, momentum
 
-    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rates: Sequence[float]) -> Tensor:
         anchor, momentum = self.state["anchor"], self.state["momentum"]
         gradient = anchor - mean
         momentum.mul_(self._momentum).add_(gradient)
         return anchor.sub_(gradient.add_(momentum, alpha=self._momentum), alpha=self._lr)
 
 
-def make_outer(settings: Consistency, elements: int, dtype: torch.dtype) -> OuterUpdate:
-    """The outer update of one fragment, for a consistency of mode ``periodic``."""
+def make_outer(settings: Consistency, sizes: Sequence[int], dtype: torch.dtype) -> OuterUpdate:
+    """The outer update of one fragment with tensors of these sizes, for a consistency of mode ``periodic``."""
     lr, momentum = settings.outer_lr, settings.outer_momentum
     match settings.outer:
         case "easgd":
-            return ElasticAveraging(elements, dtype, settings.alpha)
+            return ElasticAveraging(sizes, dtype, settings.alpha)
         case "bmuf":
-            return BlockMomentum(elements, dtype, _or(lr, 1.0), momentum)
+            return BlockMomentum(sizes, dtype, _or(lr, 1.0), momentum)
         case "slowmo":
-            return SlowMomentum(elements, dtype, _or(lr, 1.0), _or(momentum, 0.5))
+            return SlowMomentum(sizes, dtype, _or(lr, 1.0), _or(momentum, 0.5))
         case "diloco":
-            return OuterNesterov(elements, dtype, _or(lr, 0.7), _or(momentum, 0.9))
+            return OuterNesterov(sizes, dtype, _or(lr, 0.7), _or(momentum, 0.9))
         case _:
-            return Averaging(elements, dtype)
+            return Averaging(sizes, dtype)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -49,14 +49,16 @@ def first_ages(fragments: int, period: int) -> list[int]:
 
 LONGEST = 10_000
 """Largest number of steps of an adapting period."""
+_LONGEST_SILENCE = 5.0
+"""Seconds between reports of progress within a period, unless a quarter of the time-out is less."""
 
 
 class Periodic(AveragingWorker):
     """A worker of periodic averaging: local SGD, post-local SGD, EASGD, BMUF, SlowMo, DiLoCo, and DiLoCo by fragments.
 
     A drain is a plain average without an outer update, and the next period begins there. Choose a period that divides
-    the number of steps between drains. A longer period makes no outer updates, which is warned about. Outer momentum is
-    kept across drains.
+    the number of steps between drains. A longer period makes no outer updates, which is warned about. Once a worker has
+    no more data, the others average without outer updates until the drain. Outer momentum is kept across drains.
 
     Args:
         mesh: connects the workers, which are all its ranks; owned by the caller.
@@ -82,8 +84,9 @@ class Periodic(AveragingWorker):
         ]
         # One dtype for all fragments, so that several fit in one message.
         self._dtype = flat_type(model.parameters)
-        self._sizes = [sum(FlatView(fragment).sizes) for fragment in self._fragments]
-        self._outer = [make_outer(settings, size, self._dtype) for size in self._sizes]
+        shapes = [FlatView(fragment).sizes for fragment in self._fragments]
+        self._sizes = [sum(each) for each in shapes]
+        self._outer = [make_outer(settings, each, self._dtype) for each in shapes]
         self._ages = first_ages(len(self._fragments), self._period)
         self._outer_name = settings.outer
         self._updated: set[int] = set()
@@ -91,6 +94,7 @@ class Periodic(AveragingWorker):
         self._warned = False
         self._loaded = False
         self._clock = _Clock()
+        self._reported = time.monotonic()
 
     def start(self) -> None:
         if not self._loaded:
@@ -107,24 +111,37 @@ class Periodic(AveragingWorker):
         due = [index for index, age in enumerate(self._ages) if warming or age >= self._period]
         if due:
             self._average_fragments(due, optimizer, warming)
+        else:
+            self._report()
+
+    def _report(self) -> None:
+        """Tell the coordinator from time to time that this worker makes steps, because others may wait for it."""
+        now = time.monotonic()
+        if now - self._reported >= min(_LONGEST_SILENCE, self._timeout / 4):
+            self._reported = now
+            self._client.send("progress")
 
     def _average_fragments(self, due: list[int], optimizer: Optimizer, warming: bool) -> None:
         parameters = [parameter for index in due for parameter in self._fragments[index]]
         facts = self._momentum_facts(parameters)
         view = FlatView([*parameters, *self._momenta(parameters, facts.get("averages", []))])
         local = view.pack().to(self._dtype)
-        facts |= {"rate": float(optimizer.param_groups[0]["lr"]), **self._clock.facts()}
+        facts |= {"rates": _rates(optimizer, parameters), **self._clock.facts()}
         group, mean = self._average_with_group("ready", local.numel(), lambda _: local, **facts)
         result = mean.clone()
-        begin = 0
+        begin = first = 0
         for index in due:
-            part = slice(begin, begin + self._sizes[index])
-            begin = part.stop
+            outer, part = self._outer[index], slice(begin, begin + self._sizes[index])
+            rates = group["rates"][first : first + len(self._fragments[index])]
+            begin, first = part.stop, first + len(rates)
             if warming:
-                self._outer[index].settle(mean[part])
-            else:
-                result[part] = self._outer[index].update(local[part], mean[part], len(group["members"]), group["rate"])
+                outer.begin(mean[part])
+            elif group["whole"]:
+                result[part] = outer.update(local[part], mean[part], len(group["members"]), rates)
                 self._updated.add(index)
+            else:
+                # An update from some replicas' progress would be another one than that of the replicas that have ended.
+                outer.settle(mean[part])
             self._ages[index] = 0
         view.unpack(result)
         if warming:
@@ -201,6 +218,12 @@ class Periodic(AveragingWorker):
         self._period, self._ages = facts["period"], list(facts["ages"])
 
 
+def _rates(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[float]:
+    """The learning rate of each parameter; 0 for one that the optimizer does not train."""
+    rates = {id(one): float(group["lr"]) for group in optimizer.param_groups for one in group["params"]}
+    return [rates.get(id(parameter), 0.0) for parameter in parameters]
+
+
 def _shapes(states: list[dict[str, Tensor]]) -> list[dict[str, torch.Size]]:
     return [{name: tensor.shape for name, tensor in state.items()} for state in states]
 
@@ -215,8 +238,8 @@ class _Clock:
         self._exchange = 0.0
 
     def restart(self) -> None:
-        """Begin to measure, at the start or after time that does not count."""
-        self.steps, self._exchange, self._since = 0, 0.0, time.monotonic()
+        """Begin to measure steps, at the start or after time that does not count. The last exchange stays known."""
+        self.steps, self._since = 0, time.monotonic()
 
     def facts(self) -> dict[str, float]:
         """Mean seconds per step since the last exchange, and the seconds of that exchange (0 if unknown)."""

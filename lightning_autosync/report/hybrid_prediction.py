@@ -93,6 +93,8 @@ def predict_hybrid(
     lines = [f"a step takes {milliseconds(found.step_seconds)}; a rank sends {bytes_text(found.bytes)} and needs "]
     lines[0] += bytes_text(found.memory)
     lines += [f"  {name}: {milliseconds(found.costs[place])}" for name, place in _PARTS.items() if found.costs[place]]
+    if plan.gradients != "all_reduce":
+        lines.append("the sums of gradients are predicted as all-reduces, whatever the plan's field 'gradients' says")
     return "\n".join([*graph.notes, *lines, _traffic(found), plan.describe(_WIDTH)])
 
 

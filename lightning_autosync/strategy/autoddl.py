@@ -46,6 +46,7 @@ from lightning_autosync.strategy.settings import (
     reason_of_given,
 )
 from lightning_autosync.strategy.split import SplitReplica, follow_rank_zero
+from lightning_autosync.strategy.trainer import FRAMEWORKS
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
@@ -55,7 +56,6 @@ else:
 HybridPlanArgument = HybridPlan | SyncPlan | str | os.PathLike[str] | None
 
 _ALLOWED = "allowed: a HybridPlan, an exact SyncPlan (a plan for gradients), or the file of one"
-_FRAMEWORKS = ("lightning", "pytorch_lightning")
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 """Lightning's callbacks that copy the model before it is split; by name, as not every version has both."""
 
@@ -391,7 +391,7 @@ def _clipping(plugin: Any, replica: SplitReplica) -> Callable[[Optimizer, float]
 
 def _refuse_averaging(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
-        kinds = {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in _FRAMEWORKS}
+        kinds = {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in FRAMEWORKS}
         if not kinds.isdisjoint(_AVERAGING):
             raise PlanError(
                 f"callbacks: {type(callback).__name__} averages a copy of the whole model, but each rank holds parts "

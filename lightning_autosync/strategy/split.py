@@ -27,7 +27,7 @@ from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.settings import StrategySettings
-from lightning_autosync.workload import Workload, shared_buffers
+from lightning_autosync.workload import Workload, shared_buffers, shared_parameters
 
 
 class SplitReplica(Replica):
@@ -143,7 +143,7 @@ class SplitReplica(Replica):
 
 def follow_rank_zero(module: nn.Module, buffers: bool) -> None:
     """Broadcast the weights of rank 0, and with ``buffers`` its buffers; collective."""
-    found = [parameter.data for parameter in module.parameters()]
+    found = [parameter.data for _, parameter in shared_parameters(module)]
     broadcast_tensors(found + ([buffer.data for _, buffer in shared_buffers(module)] if buffers else []))
 
 

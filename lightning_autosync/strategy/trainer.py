@@ -78,6 +78,9 @@ def _ignore(*_: Any, **__: Any) -> None:
     pass
 
 
+FRAMEWORKS = ("lightning", "pytorch_lightning")
+"""Packages with a Trainer."""
+
 SIGNAL_CHECK = "_broadcast_sigterm_tensor"
 """Method of the epoch loop (since Lightning 2.6) that broadcasts before every batch whether rank 0 got a SIGTERM."""
 
@@ -140,6 +143,12 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
             f"'{mode}' they are not; allowed: interval 'epoch'"
         )
     for callback in trainer.callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in FRAMEWORKS}
+        if "WeightAveraging" in kinds:  # not every version of the frameworks has this class
+            raise PlanError(
+                f"callbacks: {type(callback).__name__} averages each rank's own weights, so under mode '{mode}' ranks "
+                "would end with different models; remove it, or use a plan that synchronizes gradients"
+            )
         if type(callback).__name__ == "Timer" and str(getattr(callback, "_interval", "")).endswith("step"):
             raise PlanError(
                 f"max_time: it asks all ranks in every step, but under mode '{mode}' they are at different steps; use "

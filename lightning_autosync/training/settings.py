@@ -98,6 +98,11 @@ class TrainingSettings(ClusterSettings):
     @classmethod
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
         if "_target_" in model:
+            if model.get("kind") not in (None, "imported"):
+                raise ValueError(
+                    f"kind: got '{model['kind']}'; leave it out where _target_ names the class, or give the class an "
+                    f"argument of this name by model.arguments: +model.arguments.kind={model['kind']}"
+                )
             if model.get("loss") is not None:
                 raise ValueError("loss: a LightningModule computes its loss in training_step; leave it out")
             return model

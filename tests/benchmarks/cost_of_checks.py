@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_autosync.engine.replicas import ParameterTracker, _bit_sum
+from lightning_autosync.engine.replicas import ParameterTracker, bit_sum
 from lightning_autosync.strategy.settings import CHECK_REPLICAS
 
 STEP = {60: 0.0365, 300: 0.0422}
@@ -42,7 +42,7 @@ def main() -> None:
         watch = ParameterTracker(module)
         parameters = [parameter.detach() for parameter in module.parameters()]
         look = median(watch.changed, 200)
-        compare = median(lambda found=parameters: [_bit_sum(each) for each in found], 20)
+        compare = median(lambda found=parameters: [bit_sum(each) for each in found], 20)
         cost = look + compare / CHECK_REPLICAS
         print(
             f"{tensors} tensors: look {1e6 * look:.0f} us, comparison {1e3 * compare:.1f} ms every {CHECK_REPLICAS} "

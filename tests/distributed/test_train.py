@@ -177,6 +177,10 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"model": {}}, r"^model: expected _target_"),
         ({"model": {"kind": "layers", "tensors": 3, "width": 2, "batch": 1}}, "^model: tensors: every layer has two"),
         ({"data": {"batch_size": 3}}, "^data: expected _target_"),
+        (
+            {"model": {"_target_": "mine.Model", "kind": "small"}},
+            r"^model: kind: got 'small'; leave it out .* \+model\.arguments\.kind=small",
+        ),
         ({"model": {"kind": "flat", "mib": 1}}, "^data: a model of kind 'flat' makes its own batches; leave data out"),
         ({"sync": {"plan": "nothing"}}, "'nothing' is neither a file .* nor a builder"),
         ({"sync": {"plan": "missing.yaml"}}, "missing.yaml: cannot be read"),

@@ -159,11 +159,21 @@ class Activation(Tensor):
         return around.change(self.local, self.placement, around.home_states)
 
     def become(self, other: Tensor) -> Activation:
-        """Become another value, as the argument of an in-place function does; returns self."""
+        """Become another value of this shape, as the argument of an in-place function does; returns self.
+
+        Raises:
+            AutoSyncError: the other value has another shape.
+        """
+        if other.shape != self.shape:
+            raise AutoSyncError(
+                f"a function in place changed the shape of a split value from {tuple(self.shape)} to "
+                f"{tuple(other.shape)}; use its form that returns a new tensor"
+            )
         if isinstance(other, Activation):
             self.local, self.placement = other.local, other.placement
         else:
             self.local, self.placement = other, self.surroundings.home(self.placement.rows)
+        self.local = self.local.to(self.dtype)
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -221,6 +231,12 @@ _INPUT = ("input", "x", "a", "x1")
 def run_at_home(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function with plain tensors of this rank's own samples."""
     changed = args[0] if args and isinstance(args[0], Activation) else None
+    targets = kwargs.get("out")
+    if any(isinstance(target, Activation) for target in tree_leaves(targets)):
+        found = run_at_home(func, args, {**kwargs, "out": None})
+        for target, value in zip(tree_leaves(targets), tree_leaves(found), strict=True):
+            target.become(value) if isinstance(target, Activation) else target.copy_(value)
+        return targets
     plain_args, plain_kwargs = bring_home((tuple(args), dict(kwargs)))
     if changed is not None and _changes_argument(getattr(func, "__name__", "")):
         # Work on a copy, because the converted tensor may be cached or share memory with the original.

@@ -157,11 +157,26 @@ class SplitEmbedding(SplitOperator):
         own, padding = table.weight.shape[0], table.padding_idx
         if "partial" not in self.makes:
             return F.embedding(value, table.weight, padding)
+        self._check_indices(value, own * self._blocks)
         start = own * self._block()
         padding = padding - start if padding is not None and start <= padding < start + own else None
         inside = (value >= start) & (value < start + own)
         found = F.embedding(torch.where(inside, value - start, 0), table.weight, padding)
         return found * inside.unsqueeze(-1).to(found.dtype)
+
+    def _check_indices(self, indices: Tensor, rows: int) -> None:
+        """Refuse indices that no rank's rows have, as torch does; every rank would contribute zeros for them."""
+        valid = ((indices >= 0) & (indices < rows)).all()
+        told = f"'{self.layer.module}': index out of range; allowed: 0 to {rows - 1}"
+        if indices.device.type != "cpu":
+            torch._assert_async(valid, told)
+        elif not valid:
+            raise IndexError(told)
+
+    @property
+    def _blocks(self) -> int:
+        """The number of blocks of rows."""
+        return self.around.mesh.size([k for k, state in enumerate(self.makes) if state == "partial"])
 
     def _block(self) -> int:
         """The index of this rank's block of rows in the table."""
@@ -194,6 +209,8 @@ class SplitAttention(SplitOperator):
             raise ValueError(
                 f"'{self.layer.module}': expected a batch of sequences (3 axes), got shape {tuple(query.shape)}"
             )
+        if is_causal and attn_mask is None:  # as torch does
+            raise RuntimeError(f"'{self.layer.module}': Need attn_mask if specifying the is_causal hint.")
         samples = query.shape[0 if first else 1]
         parts = [self.take(item, 0 if first else 1) for item in (query, key, value)]
         rows = parts[0][1]

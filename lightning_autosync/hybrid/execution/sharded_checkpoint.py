@@ -207,7 +207,7 @@ def _make_states(
     stored: Mapping[str, Any],
 ) -> None:
     """Create zero tensors for all stored states that an optimizer lacks, because loading works in place."""
-    owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    owned = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in module.named_parameters():
         prefix = f"optimizer_{number}.state.{name}."
         if parameter not in owned:
@@ -219,6 +219,8 @@ def _make_states(
             shard = shards.get(parameter)
             whole = tuple(about.size)
             shape = shard.local_shape if shard is not None and whole == shard.shape else whole
-            # Scalars are step counts, which torch's optimizers keep on the CPU.
-            device = parameter.device if shape else torch.device("cpu")
+            # As `Optimizer.load_state_dict`: other optimizers than these two kinds read step counts on the CPU.
+            group = owned[parameter]
+            stays = key != "step" or group.get("fused") or group.get("capturable")
+            device = parameter.device if stays else torch.device("cpu")
             optimizer.state[parameter][key] = torch.zeros(shape, dtype=about.properties.dtype, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from math import prod
 from typing import Any
@@ -25,6 +25,7 @@ from lightning_autosync.hybrid.execution.shards import Cut, Shard
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.signatures import kind_of, rules_of
 from lightning_autosync.hybrid.validation import check_plan
+from lightning_autosync.workload import IGNORED
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,18 @@ class SplitModel:
         parts: the parameters, by name.
 
     Raises:
-        PlanError: the plan does not fit the module.
+        PlanError: the plan does not fit the module, or the module excludes parameters from synchronization.
     """
 
     def __init__(
         self, module: nn.Module, plan: HybridPlan, mesh: LiveMesh, seed: int = 0, source: str = "plan"
     ) -> None:
         check_plan(plan, module, plan.world_size, source)
+        if ignored := getattr(module, IGNORED, ()):
+            raise PlanError(
+                f"model: {IGNORED} names '{next(iter(ignored))}', but split models synchronize all parameters; remove "
+                f"{IGNORED}, or train data-parallel"
+            )
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self.module = module
         self.plan = plan
@@ -107,7 +113,7 @@ class SplitModel:
         """
         if self.is_split:
             self._agree(inputs)
-        with self.around.streams.forward(number):
+        with self.around.streams.forward(number), _without_fast_paths() if self.is_split else nullcontext():
             self.around.in_pass = True
             try:
                 yield
@@ -303,6 +309,20 @@ def _check_options(module: nn.Module, layer: LayerPlan, source: str) -> None:
             f"{source}: layers ('{layer.module}'): an embedding with scale_grad_by_freq counts the samples of one "
             "rank only; allowed: signature 'dp' along all dimensions"
         )
+
+
+@contextmanager
+def _without_fast_paths() -> Iterator[None]:
+    """Keep ``nn.TransformerEncoder`` from making nested tensors of padded batches, which split operators cannot take.
+
+    It makes them before it calls a layer, so that no hook of a layer prevents it.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _nothing(module: nn.Module, inputs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_autosync.engine.replicas import bit_sum
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.servers import ServerLayout, Shard
 from lightning_autosync.plan.spec import Consistency
@@ -103,8 +105,9 @@ class ParameterServer(Synchronizer):
         parameters: names and parameters, as in ``named_parameters()``.
         optimizer: an elementwise optimizer of `torch.optim`. It defines the servers' update and never steps itself.
         consistency: a consistency of mode ``synchronous``, ``bounded_staleness`` or ``asynchronous``.
-        buffers: names and buffers; rank 0's at the start. At barriers, floating-point buffers are averaged; in
-            synchronous mode, all buffers follow rank 0, as in DDP.
+        buffers: names and buffers, and perhaps frozen parameters; rank 0's at the start. At barriers, floating-point
+            ones are averaged, frozen parameters over the workers that changed them. In synchronous mode, all buffers
+            follow rank 0, as in DDP.
         nodes: the workers of each node; needed if the layout aggregates inside nodes.
         overlap: whether to push a shard as soon as backward has completed it. Gradients must then not change (by
             clipping or unscaling) before `step`.
@@ -160,6 +163,8 @@ class ParameterServer(Synchronizer):
         self._wanted: dict[str, Tensor] = {}
         self._loaded: dict[str, Any] = {"step": 0, "progress": 0.0, "optimizer": {}}
         self._samples = self._pushed = 0
+        self._sums: dict[str, int] = {}
+        """`bit_sum` of each frozen parameter as of the last barrier, by name."""
         self._closed = False
         self.server = ShardServer(mesh) if mesh.rank in layout.owners else None
         in_step = consistency.mode == "synchronous"
@@ -171,11 +176,13 @@ class ParameterServer(Synchronizer):
     # Methods for the training loop
 
     def start(self) -> None:
+        self._warn_of_whole_steps()
         for owner in self._layout.owners:
             self._rpc.send(owner, "server.join")
         self._rpc.collect({"worker.values": self._pulled.install, "worker.empty": self._set_up})
         self._loaded = {**self._loaded, "optimizer": {}}  # the servers have it now, so free the memory
         self._catch_up()
+        self._sums = self._frozen_sums()
         self._clear_step()
 
     def step(self, optimizer: Optimizer, samples: int) -> None:
@@ -213,7 +220,7 @@ class ParameterServer(Synchronizer):
         self._rpc.collect({"worker.drained": pass_barrier})
         ranks = frozenset.intersection(*met)
         self.last_drain = Drain(max(self._pulled.epochs.values()), dict.fromkeys(sorted(ranks), 1))
-        self._samples = 0
+        self._samples, self._sums = 0, self._frozen_sums()
         if self._node is not None:
             self._node.pass_barrier()
 
@@ -311,6 +318,20 @@ class ParameterServer(Synchronizer):
 
     # Start
 
+    def _warn_of_whole_steps(self) -> None:
+        """Warn, on rank 0, of an optimizer that moves further by parts of a gradient than by their sum."""
+        parties, rule = len(self._parties), self._rule
+        if self._mesh.rank != 0 or self._consistency.mode == "synchronous" or parties == 1 or rule.adds_up:
+            return
+        warnings.warn(
+            f"optimizer: under mode '{self._consistency.mode}' servers make {parties} steps of {rule.name} where DDP "
+            "makes one: one for each gradient that arrives, divided by the number of ranks. Only SGD without momentum "
+            f"and weight decay then moves as far as under DDP. Optimizers like Adam move up to {parties} times as far, "
+            f"weight decay acts {parties} times as often, and momentum lasts for fewer samples; choose the learning "
+            "rate, weight decay and momentum for that",
+            stacklevel=2,
+        )
+
     def _set_up(self, mail: Mail) -> None:
         """Send a server its shards and settings (rank 0)."""
         setup = Setup(
@@ -404,12 +425,21 @@ class ParameterServer(Synchronizer):
         self._rpc.send(owner, "server.push", header, packed.parts)
 
     def _carried_buffers(self) -> dict[str, Part]:
-        """Buffers to send at a barrier: in synchronous mode rank 0's, as in DDP, otherwise all floating-point ones."""
+        """Tensors to send at a barrier: in synchronous mode rank 0's buffers, as in DDP, otherwise all floating-point
+        buffers, and the frozen parameters that this worker has changed.
+        """
+        sums = self._frozen_sums()
         if self._consistency.mode == "synchronous":
-            chosen = self._buffers if self._mesh.rank == 0 else {}
+            chosen = [name for name in self._buffers if self._mesh.rank == 0 and name not in sums]
         else:
-            chosen = {name: buffer for name, buffer in self._buffers.items() if buffer.is_floating_point()}
-        return {f"buffer.{name}": buffer for name, buffer in chosen.items()}
+            kept = {name for name, number in sums.items() if number == self._sums[name]}
+            chosen = [name for name, one in self._buffers.items() if one.is_floating_point() and name not in kept]
+        return {f"buffer.{name}": self._buffers[name] for name in chosen}
+
+    def _frozen_sums(self) -> dict[str, int]:
+        """Numbers that change with the values of frozen parameters, by name."""
+        tensors = self._buffers.items()
+        return {name: int(bit_sum(one.detach())) for name, one in tensors if isinstance(one, nn.Parameter)}
 
     def _clear_step(self) -> None:
         self._wanted = {}

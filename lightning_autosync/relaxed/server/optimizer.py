@@ -87,6 +87,11 @@ class OptimizerRule:
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items() if key not in _LOCAL}
         return cls(name, defaults, hyperparameters(optimizer), members)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether steps by parts of a gradient move a parameter as far as one step by their sum: plain SGD."""
+        return self.name == "SGD" and not any(group["momentum"] or group["weight_decay"] for group in self.groups)
+
     def build(self, parameters: Mapping[int, Iterable[nn.Parameter]]) -> Optimizer:
         """An optimizer over a server's slices, given by parameter group; groups may be empty."""
         rule = ELEMENTWISE[self.name]

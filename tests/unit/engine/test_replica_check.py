@@ -8,7 +8,7 @@ import torch.distributed as dist
 from collective_traffic import pretended_job
 
 from lightning_autosync.engine import replicas
-from lightning_autosync.engine.replicas import ReplicaCheck, _bit_sum, _gap, _is_beyond, _limits
+from lightning_autosync.engine.replicas import ReplicaCheck, _gap, _is_beyond, _limits, bit_sum
 from lightning_autosync.errors import ExchangeError
 
 
@@ -20,9 +20,9 @@ from lightning_autosync.errors import ExchangeError
 )
 def test_elements_that_changed_places_are_seen(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     weights = (100 * torch.rand(shape)).to(dtype)
-    assert _bit_sum(weights) == _bit_sum(weights.clone())
-    assert _bit_sum(weights) != _bit_sum(weights.flip(0))
-    assert _bit_sum(weights) != _bit_sum(weights.roll(1, 0))
+    assert bit_sum(weights) == bit_sum(weights.clone())
+    assert bit_sum(weights) != bit_sum(weights.flip(0))
+    assert bit_sum(weights) != bit_sum(weights.roll(1, 0))
 
 
 def told(weights: list[float], monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup | None = None) -> str:
@@ -32,7 +32,7 @@ def told(weights: list[float], monkeypatch: pytest.MonkeyPatch, group: dist.Proc
         [
             [["a form"]] * len(weights),
             [[(abs(weight - weights[0]), 0.0)] for weight in weights],
-            [[int(_bit_sum(torch.tensor([weight])))] for weight in weights],
+            [[int(bit_sum(torch.tensor([weight])))] for weight in weights],
         ]
     )
     monkeypatch.setattr(replicas, "_gap", lambda tensor, group: (0.0, 0.0))
@@ -138,7 +138,7 @@ def test_any_difference_of_integers_is_an_error(dtype: torch.dtype, monkeypatch:
 
     monkeypatch.setattr(replicas.dist, "broadcast", broadcast)
     gap = replicas._gap(here, None)
-    answers = iter([[["a form"]] * 2, [[(0.0, 0.0)], [gap]], [[int(_bit_sum(there))], [int(_bit_sum(here))]]])
+    answers = iter([[["a form"]] * 2, [[(0.0, 0.0)], [gap]], [[int(bit_sum(there))], [int(bit_sum(here))]]])
     monkeypatch.setattr(replicas, "gather_json", lambda value, group: next(answers))
     with pytest.raises(ExchangeError, match="the weights of 'table' on rank 1 differ from those on rank 0"):
         ReplicaCheck(1)._report({"table": here})

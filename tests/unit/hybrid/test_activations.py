@@ -117,6 +117,31 @@ def test_values_without_versions(around: Surroundings) -> None:
         assert around.alike(torch.arange(3))
 
 
+@pytest.mark.parametrize("function", [torch.add, torch.remainder])
+def test_results_come_where_they_are_asked_for(split: Activation, function: Callable[..., Any]) -> None:
+    """As a part of the tensor, or as its conversion, `out` would be a copy that nobody reads."""
+    goal, plain = split * 1.0, torch.zeros_like(VALUE)
+    assert function(split, 2.0, out=goal) is goal
+    assert torch.equal(bring_home(goal), function(VALUE, 2.0))
+    assert function(split, 2.0, out=plain) is plain
+    assert torch.equal(plain, function(VALUE, 2.0))
+
+
+def test_changes_in_place_keep_the_dtype(around: Surroundings) -> None:
+    layout, wide = Layout(("features",), 0, 1), torch.full_like(VALUE, 0.3)
+    value = Activation(VALUE.bfloat16(), layout, around)
+    value += Activation(wide, layout, around)
+    expected = VALUE.bfloat16()
+    expected += wide
+    assert value.dtype == value.local.dtype == torch.bfloat16
+    assert torch.equal(bring_home(value * 1.0), expected)
+
+
+def test_changes_of_the_shape_in_place_are_refused(split: Activation) -> None:
+    with pytest.raises(AutoSyncError, match=r"the shape of a split value from \(4, 6\) to \(4, 6, 1\)"):
+        split.unsqueeze_(-1)
+
+
 class Reversed(torch.autograd.Function):
     """Reverses and scales the gradient, as adversarial domain adaptation does."""
 

@@ -56,3 +56,9 @@ def test_masks_by_sample_and_those_that_are_learned_are_not_compared(split: Spli
         split.module(VALUE, torch.zeros(4, 3, 3))
         split.module(VALUE, nn.Parameter(torch.zeros(3, 3)))
         split.module(VALUE, None)
+
+
+def test_a_hint_without_a_mask_is_refused_as_by_torch(split: SplitModel) -> None:
+    attention = split.module.get_submodule("attention")
+    with split.forward(VALUE), pytest.raises(RuntimeError, match="Need attn_mask if specifying the is_causal hint"):
+        attention(VALUE, VALUE, VALUE, is_causal=True, need_weights=False)

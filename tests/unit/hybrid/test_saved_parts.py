@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from collective_traffic import pretended_job
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.optim import SGD
 
@@ -19,7 +20,12 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.checkpoint import model_state
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
-from lightning_autosync.hybrid.execution.sharded_checkpoint import ShardedTensorView, _model_tensors, save_sharded
+from lightning_autosync.hybrid.execution.sharded_checkpoint import (
+    ShardedTensorView,
+    _make_states,
+    _model_tensors,
+    save_sharded,
+)
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 PLAN = HybridPlan(
@@ -88,6 +94,18 @@ def test_optimizer_state_of_another_shape_is_refused() -> None:
         ):
             save_sharded("folder", split.module, [optimizer], split)
         assert not save.called
+
+
+@pytest.mark.parametrize("kind", ["fused", "capturable", "plain"])
+def test_loaded_step_counts_lie_where_the_optimizer_reads_them(kind: str) -> None:
+    module = nn.Linear(2, 2, device="meta")
+    optimizer = SGD(module.parameters(), lr=0.1)
+    optimizer.param_groups[0][kind] = True
+    about = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(()), [])
+    _make_states(0, module, optimizer, {}, {f"optimizer_0.state.weight.{key}": about for key in ("step", "mu_product")})
+    state = optimizer.state[module.weight]
+    assert state["step"].device.type == ("cpu" if kind == "plain" else "meta")
+    assert state["mu_product"].is_meta
 
 
 def test_ranks_share_the_work_of_writing_but_buffers_come_from_the_first() -> None:

@@ -295,3 +295,32 @@ def test_the_window_of_groups_survives_a_checkpoint() -> None:
     again = Coordinator(4, Grouping(2, isolation=IsolationGuard(2)))
     again.restore(talk.coordinator.state())
     assert again.state() == talk.coordinator.state()
+
+
+@pytest.mark.parametrize("kind", ["ready", "arrive"])
+def test_who_waits_is_patient_while_the_others_make_progress(kind: str) -> None:
+    talk = Talk(2, Grouping(None), atomic=True, timeout=10.0)
+    talk.say(0, kind)
+    assert talk.say(1, "progress", at=9.0) == [Command(0, "extend", {})]
+    assert talk.coordinator.tick(18.0) == []
+    assert {command.kind for command in talk.coordinator.tick(19.0)} == {"stop"}
+
+
+@pytest.mark.parametrize("end", ["done", "arrive"])
+def test_a_group_knows_whether_some_have_ended(end: str) -> None:
+    talk = Talk(3, Grouping(None), atomic=True)
+    for rank in range(3):
+        commands = talk.say(rank, "ready")
+    assert all(command.header["whole"] for command in commands)
+    for rank in range(3):
+        talk.say(rank, "complete", generation=1)
+    talk.say(2, end)
+    talk.say(0, "ready")
+    commands = [command for command in talk.say(1, "ready") if command.kind == "group"]
+    assert [command.header["whole"] for command in commands] == [False, False]
+
+
+def test_a_drain_names_the_frozen_parameters_that_differ() -> None:
+    talk = Talk(2, Grouping(2))
+    talk.say(0, "arrive", frozen=[1, 2, 3])
+    assert [command.header["unlike"] for command in talk.say(1, "arrive", frozen=[1, 7, 3])] == [[1], [1]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,17 +11,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan import Consistency
 from lightning_autosync.relaxed.grouping import AdaptivePeriod
 from lightning_autosync.relaxed.model_state import (
     FlatView,
     ModelTensors,
-    PersistentBuffers,
+    UntrainedTensors,
+    flat_type,
     model_bytes,
     optimizer_averages,
     optimizer_slots,
     take_bytes,
 )
-from lightning_autosync.relaxed.periodic import cut_fragments, first_ages
+from lightning_autosync.relaxed.outer_updates import make_outer
+from lightning_autosync.relaxed.periodic import _Clock, _rates, cut_fragments, first_ages
 
 
 @given(sizes=st.lists(st.integers(0, 1000), min_size=1, max_size=30), count=st.integers(1, 12))
@@ -105,13 +110,66 @@ def test_tensors_of_a_module_count_once_and_say_what_they_are() -> None:
 
 def test_buffers_are_those_that_the_module_has_now() -> None:
     module = Mixed()
-    tensors, kept = ModelTensors.of(module), PersistentBuffers(module)
-    assert list(kept) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    tensors, kept = ModelTensors.of(module), UntrainedTensors(module)
+    assert list(kept) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "frozen"]
+    assert kept["frozen"] is tensors.frozen[0]
     module.norm.running_mean = 0.9 * module.norm.running_mean + 1.0
     for found in (tensors.buffers[0], tensors.all[-3], kept["norm.running_mean"]):
         assert found is module.norm.running_mean
     with pytest.raises(KeyError):
         kept["cache"]
+
+
+class Filtered(Mixed):
+    """Leaves out a part of itself from checkpoints, as adapters do."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if not name.startswith("norm")}
+
+
+def test_buffers_that_a_module_leaves_out_of_its_checkpoints_count() -> None:
+    assert len(ModelTensors.of(Filtered()).buffers) == 2
+
+
+def test_complex_numbers_of_double_precision_keep_it() -> None:
+    assert flat_type([torch.ones(3), torch.ones(3, dtype=torch.complex128)]) == torch.float64
+    assert flat_type([torch.ones(3), torch.ones(3, dtype=torch.complex64)]) == torch.float32
+
+
+def test_momenta_of_complex_parameters_are_averages_too() -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert optimizer_averages(optimizer, [parameter]) == ["momentum_buffer"]
+    assert (
+        optimizer_slots(optimizer, [parameter], ["momentum_buffer"])[0] is optimizer.state[parameter]["momentum_buffer"]
+    )
+
+
+def test_the_last_exchange_is_known_after_a_drain() -> None:
+    clock = _Clock()
+    clock.facts()
+    clock.exchanged()
+    clock.restart()
+    assert clock.facts()["exchange_time"] > 0
+
+
+def test_slow_momentum_follows_the_learning_rate_of_each_tensor() -> None:
+    outer = make_outer(Consistency(mode="periodic", period=2, outer="slowmo"), [1, 2], torch.float64)
+    outer.begin(torch.zeros(3, dtype=torch.float64))
+    mean = torch.full((3,), -1.0, dtype=torch.float64)
+    outer.update(mean, mean, 2, [0.1, 0.4])
+    model = outer.state["anchor"].clone()
+    outer.update(model, model, 2, [0.1, 0.1])
+    assert outer.state["momentum"].tolist() == pytest.approx([0.5, 0.125, 0.125])
+
+
+def test_parameters_have_the_learning_rates_of_their_groups() -> None:
+    one, other, untrained = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    optimizer = torch.optim.SGD([{"params": [other], "lr": 0.3}, {"params": [one], "lr": 0.1}])
+    assert _rates(optimizer, [one, other, untrained]) == [0.1, 0.3, 0.0]
 
 
 def test_flat_tensors_come_back_as_they_went() -> None:

@@ -41,6 +41,8 @@ _PLACES = (torch, F, Tensor)
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Compute on a rank's part, in a common layout of the operands."""
+    if kwargs.get("out") is not None:
+        return NotImplemented  # the part of ``out`` may be a copy
     leaves, structure = tree_flatten((args, dict(kwargs)))
     values = [leaf for leaf in leaves if isinstance(leaf, Activation)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
