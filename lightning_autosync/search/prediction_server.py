@@ -56,8 +56,9 @@ def answer(order: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         order: ``workload``, ``cluster`` and ``constants`` as plain data, and ``beside``: whether other processes go
-            first. With ``plans`` these are predicted, in at most ``seconds`` of CPU time, with ``overlaps`` for steps that
-            overlap with the next forward pass; ``seconds`` of the reply is empty if that did not suffice. Otherwise it has the options of `rank_plans`.
+            first. With ``plans`` these are predicted, in at most ``seconds`` of CPU time, with ``overlaps`` for steps
+            that overlap with the next forward pass; ``seconds`` of the reply is empty if that did not suffice.
+            Otherwise it has the options of `rank_plans`.
     """
     if order["beside"]:
         _give_way()
