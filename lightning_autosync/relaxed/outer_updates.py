@@ -122,7 +122,7 @@ class SlowMomentum(OuterUpdate):
         anchor, slow = self.state["anchor"], self.state["momentum"]
         for part, rate, before in zip(slow.split(self._sizes), rates, self.state["rate"].tolist(), strict=True):
             part.mul_(self._momentum * (rate / before if rate > 0 and before > 0 else 1.0))
-        self.state["rate"].copy_(torch.tensor(rates))
+        self.state["rate"].copy_(torch.tensor(rates, dtype=torch.float64))
         slow.add_(anchor - mean)
         return anchor.sub_(slow, alpha=self._lr)
 

@@ -90,8 +90,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], *paths: str | os.PathLike[
         if not timelines:
             raise DocumentError(f"{path}: no timeline to draw")
     figure = timelines_figure(timelines, width=7 * len(timelines) + 1)
-    for path in paths:
-        save_figure(figure, path, dpi=120)
+    for file in paths:
+        save_figure(figure, file, dpi=120)
         figure.set_layout_engine("none")  # which has found all places for all formats
 
 

@@ -24,7 +24,6 @@ from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.overlap import reading_past_failures
 from lightning_autosync.strategy.process_group import begin_alone
-from lightning_autosync.strategy.resolution import check_size
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
@@ -36,7 +35,6 @@ from lightning_autosync.strategy.settings import (
     StartMethod,
     StrategySettings,
     Timeout,
-    is_launched,
     names_class,
     read_settings,
 )
@@ -173,15 +171,6 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         """The job to which this process returns; None if it does not."""
         self._shares: BatchShares | None = None
         self._ports = ExitStack()
-
-    def _configure_launcher(self) -> None:
-        # Before this process launches the other ranks, so that one process says it. Ranks that are launched otherwise
-        # check it together at setup.
-        assert self.cluster_environment is not None
-        launches_all = self.num_nodes == 1 and not self.cluster_environment.creates_processes_externally
-        if self._settings.cluster is not None and launches_all and not is_launched():
-            check_size(self._settings.cluster, self.num_nodes, self.num_processes)
-        super()._configure_launcher()
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None

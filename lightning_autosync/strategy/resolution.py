@@ -185,11 +185,11 @@ def _check_memory(module: nn.Module) -> None:
 def _cluster(settings: StrategySettings, nodes: int, devices: int) -> ClusterSpec:
     if settings.cluster is None:
         return ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
-    check_size(settings.cluster, nodes, devices)
+    _check_size(settings.cluster, nodes, devices)
     return settings.cluster
 
 
-def check_size(cluster: ClusterSpec, nodes: int, devices: int) -> None:
+def _check_size(cluster: ClusterSpec, nodes: int, devices: int) -> None:
     """Refuse a cluster of another size than the job.
 
     Args:

@@ -178,7 +178,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     try:
         settings = _read_files(settings, arguments["plan"], arguments["cluster"])
     except DocumentError as error:
-        if not is_launched():
+        if not _is_launched():
             raise
         return replace(settings, error=error), launch
     _check_combination(settings, {name for name, value in arguments.items() if value is not None})
@@ -357,6 +357,6 @@ def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int |
     return max(1, int(megabytes * MIB))
 
 
-def is_launched() -> bool:
+def _is_launched() -> bool:
     """Whether this process looks like one rank of a launched job."""
     return any(name in os.environ for name in _RANK_VARIABLES)

@@ -139,7 +139,7 @@ def under_a_scaler(compressor: str, topology: str) -> dict[str, Any]:
     scaled = copy.deepcopy(plain)
     states = []
     for module, scales in ((plain, [None] * 4), (scaled, [4.0, 4.0, math.inf, 64.0, 2.0])):
-        kind = Compressor(kind=compressor, ratio=0.2)
+        kind = Compressor(kind=compressor, **({"ratio": 0.2} if compressor == "topk" else {}))
         plan, cluster = _plan(module, "all_reduce", topology, size, compressor=kind)
         data = iter(list(batches(dist.get_rank(), 4, torch.float32)))
         with engine(module, plan, cluster, None) as running:

@@ -87,7 +87,7 @@ def new_prices(
     limit: float = 60.0,
 ) -> PlanPrices:
     schedule = compile_plan(plans[0], workload, PAIR)
-    return PlanPrices(workload, cluster, Constants(), plans, schedule, limit, predictor)
+    return PlanPrices(workload, cluster, Constants(), plans, schedule, limit, predictor=predictor)
 
 
 def prices_of(workload: Workload, plans: list[SyncPlan], measured: StepTrace, *rest: Any) -> list[float]:
@@ -183,8 +183,14 @@ def test_the_reason_says_for_which_steps_plans_were_predicted() -> None:
         [proposals.Alternative(plan, "byteps", 0.8), proposals.Alternative(plan, proposals.NATIVE, 1.0)]
     )
     links = proposals.JobLinks(PAIR, Constants(), origin=proposals.DESCRIBED)
-    assert "0.8 s to synchronize a step" in proposals.order_plans(ranked, links).reason
-    assert "0.8 s for a step with overlap" in proposals.order_plans(ranked, links, overlaps=True).reason
+    assert (
+        "synchronization alone, without computation, takes 800.0 ms, and 1.000 s with"
+        in proposals.order_plans(ranked, links).reason
+    )
+    assert (
+        "with overlap and a computation as long as the links need, a step takes 800.0 ms"
+        in proposals.order_plans(ranked, links, overlaps=True).reason
+    )
 
 
 @pytest.mark.parametrize(("searched", "first"), [(0.78, "byteps"), (0.7, "search")])
