@@ -122,7 +122,8 @@ def gain_remarks(result: GainResult) -> Iterator[str]:
         yield (
             "a job does not know its computation before its first step, so it compares times of the synchronization "
             f"alone{', with all rows of embeddings' if tables else ''}; the table compares whole steps"
-            f"{', with the touched rows' if tables else ''}"
+            f"{', with the touched rows' if tables else ''}; with overlap, a job assumes a computation as long as the "
+            "links need"
         )
     yield "speedup: step time of the best DDP divided by this step time; sent: mean of the ranks, in a step"
     if not result.computes:

@@ -58,7 +58,8 @@ class SynchronizedPasses(Replica):
     @contextmanager
     def _first_step(self) -> Iterator[None]:
         yield  # a closure may make the first pass
-        if not self._has_synchronized:
+        by_hand = not getattr(self.module, "automatic_optimization", True)
+        if by_hand and not self._has_synchronized:
             self._has_synchronized = True
             rank_zero_warn(
                 "AutoSync: an optimizer makes a step, but no backward pass has synchronized gradients yet. As under "
@@ -71,7 +72,8 @@ class SynchronizedPasses(Replica):
         engine.deferred, engine.expects, enabled, ended = True, True, engine.enabled, False
         try:
             yield
-            ended = self._has_synchronized = True
+            ended = True
+            self._has_synchronized |= enabled
             engine.end_backward()
         except BaseException as error:
             # Otherwise no other rank takes part, or this rank has sent nothing and may begin the pass again.

@@ -90,13 +90,16 @@ class GradientReduction:
             self._restart()
         for engine in self._engines:
             engine.deferred = engine.expects = True
+        ended = False
         try:
             yield
+            ended = True
             for engine in self._engines:
                 engine.finish()
         except BaseException as error:
             for engine in self._engines:
-                if engine.enabled:
+                # Before its first gradient, this rank has sent nothing and may begin the pass again.
+                if engine.enabled and (ended or engine.in_pass):
                     engine.interrupt(error)
             raise
         finally:

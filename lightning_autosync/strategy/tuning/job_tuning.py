@@ -90,7 +90,8 @@ class JobTuning:
     @property
     def notes(self) -> int:
         """Numbers of each rank that travel with the gradients of a job that tunes itself."""
-        return NOTES if self.resolution.alternatives else 0
+        tunes = self._group is None and bool(self.resolution.alternatives)
+        return NOTES if tunes and self._settings.overlap is None else 0
 
     @property
     def trying(self) -> bool:

@@ -102,7 +102,7 @@ class LiveTuner:
         # The time of a pass that overlaps is known when the next one ends.
         self._overlaps, self._late = overlaps, int(overlaps)
         self._tuner = Tuner(candidates, *limits, priced=prices is None, late=self._late)
-        self._prices, self._warm_up = prices, settings.warm_up
+        self._prices, self._warm_up, self._fetches = prices, settings.warm_up, False
         self._rank, self._group = dist.get_rank(group), group
         self._traces: list[StepTrace] = []
         self._computed: list[float] = []
@@ -143,8 +143,12 @@ class LiveTuner:
 
     @property
     def waits_at_end(self) -> bool:
-        """Whether the coming pass has to wait at its end, although it could overlap: its computation is measured."""
-        return self._overlaps and not self._tuner.priced and self.passes < self._warm_up
+        """Whether the coming pass has to wait at its end, although it could overlap.
+
+        Its computation is measured, or new predictions are taken. For these, ranks wait for rank 0, which they may do
+        only where all are at the same place of their programs.
+        """
+        return self._overlaps and not self._tuner.priced and (self._fetches or self.passes < self._warm_up)
 
     @property
     def state(self) -> str:
@@ -243,19 +247,23 @@ class LiveTuner:
         self, own: PassTimes, choice: int = 0, present: int = 0, opening: bool = False, priced: bool = False
     ) -> None:
         """Start an exchange with the other ranks; arguments as for `AgreedTimes.share`."""
-        self._times.share(own, choice, present, opening, priced, self._engines[self._used].notes)
+        # Notes that did not travel need a call that waits, which steps with overlap must not.
+        notes = None if self._overlaps else self._engines[self._used].notes
+        self._times.share(own, choice, present, opening, priced, notes)
 
     def _reprice(self, agreed: PassTimes) -> None:
         """Collect the times of the first passes, and take new predictions once rank 0 knows them; collective."""
         if self._tuner.priced:
             return
         self._computed.append(agreed.compute)
-        if self._times.priced:
+        known = self._times.priced
+        fetch, self._fetches = self._fetches or (known and not self._overlaps), known
+        if fetch:
             assert self._prices is not None
             found = broadcast_json(self._prices.wait(), self._group)
             if found:
-                known = zip(self._alternatives, found, strict=True)
-                self._alternatives = [replace(each, predicted=price) for each, price in known]
+                priced = zip(self._alternatives, found, strict=True)
+                self._alternatives = [replace(each, predicted=price) for each, price in priced]
             self._tuner.reprice(found)
 
     def _knows_prices(self) -> bool:

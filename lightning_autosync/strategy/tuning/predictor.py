@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 from lightning_autosync.cluster import ClusterSpec
@@ -21,7 +22,10 @@ from lightning_autosync.replay import Constants
 from lightning_autosync.workload import Workload
 
 SEARCH_PATIENCE = 600.0
-"""Seconds in which a search must be over. It takes long where the simulator's code has to be compiled."""
+"""Seconds, beside those of the search itself, in which it must be over.
+
+It takes long where the simulator's code has to be compiled.
+"""
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from lightning_autosync.search.prediction_server import main; main(int(sys.argv[2]))"
@@ -54,7 +58,7 @@ class Predictor:
             PredictorError: the search or its process failed.
         """
         order = {**_common(workload, cluster, constants), "beside": False, "options": options}
-        found: list[dict[str, Any]] = self._ask(order, SEARCH_PATIENCE)["plans"]
+        found: list[dict[str, Any]] = self._ask(order, SEARCH_PATIENCE + options.get("seconds", 0.0))["plans"]
         return found
 
     def predict(
@@ -88,11 +92,14 @@ class Predictor:
         """End the process, also while another thread waits for its reply, which is then a `PredictorError`."""
         if (process := self._process) is not None:
             process.kill()
-            process.wait(_PARTING)
+            with suppress(subprocess.TimeoutExpired):  # it may wait for a file system
+                process.wait(_PARTING)
 
     def forget(self) -> None:
         """In a fork of this process: leave the process that predicts to the parent."""
         atexit.unregister(self.end)
+        if self._process is not None:
+            self._process.returncode = 0  # else Python warns that this fork leaves a process
         self._lock, self._process, self._errors = threading.Lock(), None, None
 
     def _ask(self, order: Mapping[str, Any], patience: float) -> dict[str, Any]:
@@ -155,18 +162,24 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes, deadline: float) ->
     assert process.stdout is not None
     rest = memoryview(line)
     while rest:
-        rest = rest[process.stdin.write(rest) :]
-    reply, waiting = b"", select.poll()
-    waiting.register(process.stdout, select.POLLIN)
+        _wait(process.stdin, select.POLLOUT, deadline)
+        rest = rest[process.stdin.write(rest[: select.PIPE_BUF]) :]
+    reply = b""
     while not reply.endswith(b"\n"):
-        if not waiting.poll(1e3 * max(0.0, deadline - time.monotonic())):
-            raise TimeoutError("it did not reply in time")
+        _wait(process.stdout, select.POLLIN, deadline)
         chunk = os.read(process.stdout.fileno(), _CHUNK)
         if not chunk:
             raise ConnectionError(f"it ended with status {process.wait(_PARTING)}")
         reply += chunk
     found: dict[str, Any] = json.loads(reply)
     return found
+
+
+def _wait(stream: IO[bytes], event: int, deadline: float) -> None:
+    waiting = select.poll()
+    waiting.register(stream, event)
+    if not waiting.poll(1e3 * max(0.0, deadline - time.monotonic())):
+        raise TimeoutError("it did not reply in time")
 
 
 PREDICTOR = Predictor()

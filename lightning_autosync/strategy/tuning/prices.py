@@ -20,7 +20,7 @@ from lightning_autosync.strategy.tuning.predictor import PREDICTOR, Predictor
 from lightning_autosync.workload import Workload
 
 PATIENCE = 60.0
-"""Seconds within which predictions must be there."""
+"""Seconds, beside their CPU time, within which predictions must be there."""
 
 
 def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[StepTrace], slowest: float) -> Workload:
@@ -128,7 +128,7 @@ class PlanPrices:
         speed = min(node.speed for node in self._cluster.nodes)
         timed = timed_workload(self._workload, self._schedule, traces, speed * slowest)
         found = self._predictor.predict(
-            timed, self._cluster, self._constants, self._plans, self._limit, PATIENCE, self._overlaps
+            timed, self._cluster, self._constants, self._plans, self._limit, PATIENCE + self._limit, self._overlaps
         )
         if not all(map(math.isfinite, found)):
             raise PredictorError(f"predicted seconds are {found}")
