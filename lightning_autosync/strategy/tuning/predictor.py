@@ -129,6 +129,8 @@ class Predictor:
                 stderr=self._errors,
                 start_new_session=True,  # a Ctrl-C at the terminal is for the job
             )
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
             atexit.register(self.end)
         return self._process
 
@@ -161,9 +163,10 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes, deadline: float) ->
     assert process.stdin is not None
     assert process.stdout is not None
     rest = memoryview(line)
-    while rest:
-        _wait(process.stdin, select.POLLOUT, deadline)
-        rest = rest[process.stdin.write(rest[: select.PIPE_BUF]) :]
+    with suppress(BrokenPipeError):  # it has ended: reading tells how
+        while rest:
+            _wait(process.stdin, select.POLLOUT, deadline)
+            rest = rest[process.stdin.write(rest) or 0 :]
     reply = b""
     while not reply.endswith(b"\n"):
         _wait(process.stdout, select.POLLIN, deadline)
