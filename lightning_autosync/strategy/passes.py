@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
@@ -22,6 +24,11 @@ class SynchronizedPasses(Replica):
 
     _engine: Engine | None = None
     _has_synchronized = False
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The module that is trained."""
 
     @property
     def engine(self) -> Engine | None:
