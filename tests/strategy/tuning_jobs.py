@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -83,11 +84,19 @@ def counted_switches() -> Iterator[list[str]]:
 
 
 @contextmanager
-def hurrying() -> Iterator[None]:
-    """The context of a short job: it waits for predictions, and opens plans without rests."""
+def hurrying(opened: bool = True) -> Iterator[None]:
+    """The context of a short job: it waits for predictions and, if ``opened``, for plans that are being opened."""
+    is_under_way = BackgroundOpening.is_under_way
+
+    def wait(self: BackgroundOpening) -> bool:
+        if opened and self._resources is not None:
+            futures.wait([self._resources], 60.0)
+        return is_under_way(self)
+
     with (
         mock.patch.object(PlanPrices, "wait", partialmethod(PlanPrices.wait, 60.0)),
         mock.patch.object(opening, "SHARE", 1.0),
+        mock.patch.object(BackgroundOpening, "is_under_way", wait),
     ):
         yield
 
@@ -311,7 +320,7 @@ def slowly_opened() -> dict[str, Any]:
     with (
         mock.patch.object(ExactReplica, "_reserve", open_slowly),
         mock.patch.object(LiveTuner, "after_pass", note),
-        hurrying(),
+        hurrying(opened=False),
     ):
         strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=1))
         jobs.fit("Plain", strategy, max_epochs=60, callbacks=[ending])
@@ -364,7 +373,7 @@ def divided() -> str:
     own = dist.get_rank() == 1
     Contest._decide = lambda self: own if min(self.passes) >= 4 else None  # type: ignore[method-assign]
     try:
-        with hurrying():
+        with hurrying(opened=False):  # one rank opens a plan alone
             jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), max_epochs=12)
     except ExchangeError as error:
         return str(error)
