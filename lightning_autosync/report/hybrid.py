@@ -52,6 +52,7 @@ def _page(result: HybridTuningResult) -> dict[str, Any]:
         "plan_text": "" if plan is None else as_yaml(plan.to_dict()),
         "notes": result.notes,
         "pictures": {picture.name: picture for picture in pictures if picture is not None},
+        "best_ddp": None if result.comparison is None else result.comparison.ddp,
         "final_rows": _final_rows(result),
         "trial_rows": [_trial_row(trial) for trial in result.trials],
         "facts": _facts(result, cluster),
@@ -68,14 +69,13 @@ def _final_rows(result: HybridTuningResult) -> list[dict[str, str]]:
     sent = {name: one.get("bytes_per_step_and_rank") for name, one in (result.final or {})["contenders"].items()}
     predicted = {trial.name: trial.bytes for trial in result.trials}
     rows = []
-    for name, contender, _ in final.compared():
-        speedup = None if name == final.winner else final.speedup(name)
+    for name, contender, speedup in final.compared():
         rows.append(
             {
                 "name": name,
                 "kind": contender.kind,
                 "seconds": milliseconds(contender.median),
-                "speedup": "" if speedup is None else f"{speedup.median:.2f} ({speedup.low:.2f} to {speedup.high:.2f})",
+                "speedup": f"{speedup.median:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})",
                 "sent": _size(sent[name]),
                 "predicted": _size(predicted.get(name)),
             }

@@ -10,8 +10,8 @@ batches. Contenders are named as in the table; all train if none is named. The c
 workers times 8 / 7.25, because the slow one makes a quarter of its work.
 
 ``turns`` tells what shares cost among equal workers: three jobs are alive at once, with equal batches, with fixed equal
-shares and with "auto", and take turns of 12 steps. The table has the median milliseconds of a step, the median of the
-rounds' ratios with its interval, and the CPU time of a step of all workers together.
+shares and with "auto", and take turns of 12 steps. The table has the median milliseconds of a step, the speedup
+over equal batches (the median of the rounds with its quartiles), and the CPU time of a step of all workers together.
 """
 
 from __future__ import annotations
@@ -158,14 +158,14 @@ def take_turns(rounds: int = 12) -> None:
         for name in names:
             print(name, "changes", pool.run(end, name=name)[0])
     table = Table(title=f"{WORKERS} equal workers, {rounds} rounds of {TURN} steps")
-    for heading in ("", "ms of a step", "relative to equal batches", "CPU ms of a step"):
+    for heading in ("", "ms of a step", "speedup over equal batches", "CPU ms of a step"):
         table.add_column(heading)
     for name, times in found.items():
-        ratios = sorted(one[0] / other[0] for one, other in zip(times, found[names[0]], strict=True))
-        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        speedups = sorted(other[0] / one[0] for one, other in zip(times, found[names[0]], strict=True))
+        low, high = speedups[len(speedups) // 4], speedups[-1 - len(speedups) // 4]
         seconds, used = (1e3 * statistics.median(each[place] for each in times) for place in (0, 1))
-        relative = f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
-        table.add_row(name, f"{seconds:.1f}", relative, f"{used:.1f}")
+        speedup = f"{statistics.median(speedups):.3f}x ({low:.3f} to {high:.3f})"
+        table.add_row(name, f"{seconds:.1f}", speedup, f"{used:.1f}")
     Console(width=100).print(table)
 
 

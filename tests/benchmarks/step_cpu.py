@@ -7,7 +7,7 @@ messages, and gradients as views of them. The contenders take turns (A B B A) in
 they are AutoSync with this plan given (``AutoSync``), and jobs whose ranks count as hosts of their own, while they tune
 themselves (``trying``) and after that (``settled``). The table has the milliseconds of CPU that a rank takes for a step
 (all its threads, mean of the ranks): the median of the rounds, the smallest and the largest, and the median of the
-rounds' ratios to DDP. CPU time depends little on other load, so the machine need not be idle.
+rounds' CPU time divided by DDP's. CPU time depends little on other load, so the machine need not be idle.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def measure(rounds: int, contenders: Sequence[str]) -> None:
     for contender, times in found.items():
         ratio = statistics.median(one / other for one, other in zip(times, found["DDP"], strict=True))
         figures = f"{statistics.median(times):6.1f}  [{min(times):.1f}, {max(times):.1f}]"
-        print(f"{contender:9} {figures}  {ratio:.3f} of DDP's", flush=True)
+        print(f"{contender:9} {figures}  {ratio:.3f} of DDP's CPU time", flush=True)
 
 
 def main(rounds: str = "6", ranks: str = "2", *contenders: str) -> int:

@@ -14,11 +14,11 @@ Each pair is a line of the file ``out``; the same command goes on with it. The t
 - *DDP*: median of a step with DDP's fastest settings; *at the end*: that of AutoSync's steps with the plan that it has
   at the end; *speedup*: the median, over the slices with that plan, of DDP's median step divided by AutoSync's in the
   same pair of turns, with a bootstrap interval at 95%, and the number of these slices;
-- *CPU*: CPU time of a step with that plan, of all ranks, relative to DDP's;
-- *all steps*: the time of AutoSync's steps from the second on, divided by that of as many steps of DDP;
+- *all steps*: the speedup of all steps from the second on: DDP's time, divided by that of as many of AutoSync's;
+- *CPU time, AutoSync / DDP*: of a step with that plan, all ranks together;
 - *worst*: the longest of these steps, relative to the median step of the plan that was present then, and the number of
   steps above `SLOW` times that; in brackets the same for DDP;
-- *first plan*: how much longer its steps are than those of the fastest plan that was found (regret), by trials;
+- *over the first plan*: the speedup of the plan at the end over the job's first plan, by trials;
 - *trials cost*: seconds by which the steps up to the last trial's end exceed those of the present plans, as a share of
   2,000 steps; *start*: seconds before the first step beyond DDP's; *load*: runnable processes before and after.
 """
@@ -169,7 +169,8 @@ class Found:
 
     @property
     def all_steps(self) -> float:
-        return sum(self.steps[1:]) / sum(self.ddp_steps[1:])
+        """The speedup over all steps from the second on."""
+        return sum(self.ddp_steps[1:]) / sum(self.steps[1:])
 
     @property
     def relative(self) -> list[float]:
@@ -189,7 +190,8 @@ class Found:
         return f"{ours} ({theirs})"
 
     @property
-    def regret(self) -> float:
+    def over_first(self) -> float:
+        """The speedup over the job's first plan, by trials."""
         return math.prod(trial["speedup"] for trial in self.report["trials"] if trial["accepted"])
 
     @property
@@ -387,8 +389,9 @@ class Clock:
 def table(found: Iterable[Found]) -> Table:
     """The table that the module's docstring explains."""
     made = Table(title="jobs that tune themselves, without a cluster file")
-    names = ("cluster:model", "fastest", "MB", "DDP", "of", "at the end", "speedup", "CPU", "all steps")
-    for name in (*names, "worst", "first plan", "trials", "trials cost", "start", "steps", "load"):
+    names = ("cluster:model", "fastest", "MB", "DDP", "of", "at the end", "speedup", "all steps")
+    rest = ("worst", "over the first plan", "trials", "trials cost", "start", "steps", "load")
+    for name in (*names, "CPU time, AutoSync / DDP", *rest):
         made.add_column(name, justify="left" if name in ("cluster:model", "of") else "right")
     for one in found:
         speedup, slices = one.speedup
@@ -399,11 +402,11 @@ def table(found: Iterable[Found]) -> Table:
             f"{1e3 * one.ddp_step:.0f} ms",
             one.ddp,
             f"{1e3 * one.final:.0f} ms",
-            f"{speedup.median:.3f} [{speedup.low:.3f}, {speedup.high:.3f}] {slices}",
+            f"{speedup.median:.3f}x [{speedup.low:.3f}, {speedup.high:.3f}] {slices}",
+            f"{one.all_steps:.2f}x",
             f"{one.processor:.2f}",
-            f"{one.all_steps:.2f}",
             one.worst,
-            f"{one.regret:.2f}",
+            f"{one.over_first:.2f}x",
             str(len(one.report["trials"])),
             f"{one.cost:.1%}",
             f"{one.start:.1f} s",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Record, Result, seconds_text
@@ -18,6 +18,8 @@ from lightning_autosync.measure.conditions import BUSY_CORES
 from lightning_autosync.measure.hosts import Bound
 from lightning_autosync.measure.step_time import Interval, Steps, paired_ratio, relative_medians, step_time
 from lightning_autosync.workload import Workload
+
+_OLD_RATIOS = ("ratio_to_best_ddp", "ratio_to_first_ddp")
 
 
 class ContenderDocument(Record):
@@ -29,8 +31,6 @@ class ContenderDocument(Record):
         median_seconds, least_seconds, most_seconds: seconds of a step over rounds.
         seconds_are: how a round's steps become one time.
         speedup_over_best_ddp: the best DDP's time divided by its time, paired by round; None in older files.
-        ratio_to_best_ddp, ratio_to_first_ddp: deprecated, use the speedup: its time divided by that of the best and of
-            the first DDP, paired by round.
         bound_share: the bound relative to its median; None without a bound.
         bytes_per_step_and_rank: payload bytes, the median over rounds; None if they cannot be counted.
         gradient_deviation: relative difference of its first gradients from the first DDP's; None where meaningless.
@@ -47,8 +47,6 @@ class ContenderDocument(Record):
     most_seconds: float
     seconds_are: Literal["means", "medians of a round's steps"]
     speedup_over_best_ddp: Interval | None = None
-    ratio_to_best_ddp: Interval
-    ratio_to_first_ddp: Interval
     bound_share: float | None
     bytes_per_step_and_rank: float | None
     gradient_deviation: float | None = Field(allow_inf_nan=True)
@@ -56,6 +54,12 @@ class ContenderDocument(Record):
     round_bytes_per_step_and_rank: tuple[float, ...] | None
     round_foreign_cores: tuple[float, ...] | None
     step_seconds_by_round_and_rank: tuple[tuple[tuple[float, ...], ...], ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_ratios(cls, data: Any) -> Any:
+        """Older files also have ratios of times, which are the other way round."""
+        return {key: data[key] for key in data if key not in _OLD_RATIOS} if isinstance(data, Mapping) else data
 
 
 class BenchDocument(Result):
@@ -206,11 +210,6 @@ class BenchResult:
         whole = all(len(one.rounds) == self.settings.rounds for one in self.measurements.values())
         return self.settings.long_enough and whole and (self.foreign_cores or 0.0) <= BUSY_CORES
 
-    def ratio(self, name: str, reference: str | None = None) -> Interval:
-        """A contender's time relative to the reference (default: the best DDP), paired by round; below 1 is faster."""
-        other = self.measurements[reference or self.best_ddp]
-        return paired_ratio(self.measurements[name].times, other.times)
-
     def speedup(self, name: str, reference: str | None = None) -> Interval:
         """A contender's speedup over the reference (default: the best DDP), paired by round; above 1 is faster."""
         other = self.measurements[reference or self.best_ddp]
@@ -253,8 +252,6 @@ class BenchResult:
             most_seconds=max(measurement.times),
             seconds_are="means" if measurement.periodic else "medians of a round's steps",
             speedup_over_best_ddp=self.speedup(name),
-            ratio_to_best_ddp=self.ratio(name),
-            ratio_to_first_ddp=self.ratio(name, next(iter(self.measurements))),
             bound_share=self.bound_share(name),
             bytes_per_step_and_rank=measurement.bytes_per_step,
             gradient_deviation=None if self._begins_otherwise(name) else measurement.deviation,

@@ -154,10 +154,10 @@ class HybridTuningResult(Result):
             return
         for name in final.contenders:
             if name != final.winner:
-                ratio = final.speedup(name)
+                what, speedup = f"the best DDP, {name}" if name == final.ddp else name, final.speedup(name)
                 few = "" if final.has_enough_rounds else ", too few rounds to be sure"
-                tied = ", equal within noise" if not few and ratio.low <= 1 <= ratio.high else ""
-                yield f"speedup over {name}: {ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]{few or tied}"
+                tied = ", equal within noise" if not few and speedup.low <= 1 <= speedup.high else ""
+                yield f"speedup over {what}: {speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]{few or tied}"
         for name, why in final.left_out.items():
             yield f"{name} failed in this comparison and was left out: {why}"
 

@@ -2,7 +2,7 @@
 
 The fastest of several plans is partly the luckiest one in the rounds that chose it (selection bias). So the first half
 of the rounds chooses the winner, and the builder and the setting of DDP with which it is compared. Only the second half
-counts for the ratios.
+counts for the speedups.
 """
 
 from __future__ import annotations
@@ -118,17 +118,13 @@ class FinalComparison(Record):
         """Seconds of a step of the winner."""
         return self.contenders[self.winner].median
 
-    def ratio(self, name: str) -> Interval:
-        """The winner's time relative to another contender's, paired by round."""
-        return paired_ratio(self.contenders[self.winner].rounds, self.contenders[name].rounds)
-
     def speedup(self, name: str) -> Interval:
         """The winner's speedup over another contender, paired by round."""
         return paired_ratio(self.contenders[name].rounds, self.contenders[self.winner].rounds)
 
     def gains(self, name: str) -> bool:
-        """Whether the winner may be claimed to be faster than another: the whole interval of the ratio is below 1."""
-        return self.has_enough_rounds and self.ratio(name).high < 1
+        """Whether the winner may be claimed to be faster than another: the whole interval of the speedup is above 1."""
+        return self.has_enough_rounds and self.speedup(name).low > 1
 
     @property
     def has_enough_rounds(self) -> bool:
@@ -250,7 +246,8 @@ def judged(
 ) -> dict[str, Any]:
     """Judge a bench, whose first half of rounds chooses; returns plain data for `FinalComparison.read`.
 
-    The data contain the bench's judging rounds, the kind of each contender, and the winner's ratios to its opponents.
+    The data contain the bench's judging rounds, the kind of each contender, and the winner's speedups over its
+    opponents.
 
     Args:
         played: all rounds.
@@ -267,7 +264,6 @@ def judged(
     for name, contender in data["contenders"].items():
         contender["kind"] = choice.kind(name)
         contender["speedup_over_best_ddp"] = asdict(result.speedup(name, choice.ddp))
-        contender["ratio_to_best_ddp"] = asdict(result.ratio(name, choice.ddp))
     data |= {
         "best_ddp": choice.ddp,
         "winner": choice.winner,
@@ -278,7 +274,7 @@ def judged(
     opponents = {"ddp": choice.ddp} | ({} if choice.builder is None else {"builder": choice.builder})
     chosen = {name: measurement.times for name, measurement in choice.result.measurements.items()}
     return data | {
-        "winner_over": {kind: asdict(comparison.ratio(name)) for kind, name in opponents.items()},
+        "speedup_over": {kind: asdict(comparison.speedup(name)) for kind, name in opponents.items()},
         "gains": {kind: comparison.gains(name) for kind, name in opponents.items()},
         "choosing": {"rounds": half, "round_seconds": chosen},
     }
@@ -309,7 +305,7 @@ class _Choice:
     def winner(self) -> str:
         """Name of the fastest plan if it is faster than the best builder's, else of the builder's."""
         fastest = self._fastest(self._sound)
-        if self.builder in self._sound and self.result.ratio(fastest, self.builder).median >= 1:
+        if self.builder in self._sound and self.result.speedup(fastest, self.builder).median <= 1:
             return self.builder
         return fastest
 

@@ -690,8 +690,6 @@ def results() -> dict[str, Result]:
                     most_seconds=0.1,
                     seconds_are="means",
                     speedup_over_best_ddp=Interval(1, 1, 1),
-                    ratio_to_best_ddp=Interval(1, 1, 1),
-                    ratio_to_first_ddp=Interval(1, 1, 1),
                     bound_share=None,
                     bytes_per_step_and_rank=8.0,
                     gradient_deviation=0.0,

@@ -12,7 +12,7 @@ from rich.console import Console
 from lightning_autosync.cluster import FRAMING, ClusterSpec
 from lightning_autosync.measure.bench.output import draw, remarks, result_table, title
 from lightning_autosync.measure.bench.preparation import prepare
-from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
+from lightning_autosync.measure.bench.result import BenchDocument, BenchResult, ContenderMeasurement
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hosts import Bound, least_step
 from lightning_autosync.measure.step_time import paired_ratio, relative_medians, step_time
@@ -96,8 +96,7 @@ TIMES = {"ddp": [0.020, 0.040], "ddp_view": [0.016, 0.038], "byteps": [0.012, 0.
 def test_the_opponent_is_the_best_ddp():
     found = result(TIMES)
     assert found.best_ddp == "ddp_view"
-    assert found.ratio("byteps").median == pytest.approx((0.012 / 0.016 + 0.030 / 0.038) / 2)
-    assert found.ratio("byteps", "ddp").median == pytest.approx((0.6 + 0.75) / 2)
+    assert found.speedup("byteps").median == pytest.approx((0.016 / 0.012 + 0.038 / 0.030) / 2)
     assert found.speedup("byteps", "ddp").median == pytest.approx((1 / 0.6 + 1 / 0.75) / 2)
 
 
@@ -198,6 +197,15 @@ def test_the_document_keeps_every_step_and_is_json():
     assert document["emulated"] == {"links": False, "compute": False}
     assert document["best_exact_plan"] == "byteps"
     assert document["workload"]["bytes"] == 2**20
+
+
+def test_files_that_also_have_ratios_of_times_are_read():
+    document = result(TIMES).document().to_dict()
+    for contender in document["contenders"].values():
+        contender |= {f"ratio_to_{which}_ddp": {"median": 1, "low": 1, "high": 1} for which in ("best", "first")}
+    read = BenchDocument.from_dict(document)
+    assert read.contenders["byteps"].speedup_over_best_ddp.median == result(TIMES).speedup("byteps").median
+    assert "ratio" not in json.dumps(read.to_dict())
 
 
 def test_the_picture_names_every_contender(tmp_path):

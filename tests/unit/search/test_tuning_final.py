@@ -77,15 +77,15 @@ def test_what_was_only_lucky_while_it_was_chosen_is_not_praised_for_that():
     final = comparison_of(TIMES)
     assert (final.winner, final.ddp) == ("lucky", "ddp_view")
     assert final.seconds == 1.3
-    assert final.ratio("ps").median == pytest.approx(1.3 / 1.2)
+    assert final.speedup("ps").median == pytest.approx(1.2 / 1.3)
     assert final.gains("ddp_view")
     assert not final.gains("ps")
 
 
-def test_a_gain_is_claimed_only_where_the_whole_interval_is_below_one():
+def test_a_gain_is_claimed_only_where_the_whole_interval_is_above_one():
     close = {**TIMES, "lucky": ([1.0] * 5, [1.1, 1.25, 1.1, 1.25, 1.1])}
     final = comparison_of(close)
-    assert final.ratio("ps").median < 1 < final.ratio("ps").high
+    assert final.speedup("ps").low < 1 < final.speedup("ps").median
     assert not final.gains("ps")
     for count in (1, 4):
         few = {name: (chosen[:count], judged[:count]) for name, (chosen, judged) in TIMES.items()}
@@ -138,8 +138,8 @@ def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
     assert kinds == {"ddp": "ddp", "ddp_view": "ddp", "ps": "builder", "lucky": "plan", "steady": "finalist"}
     assert (data["winner"], data["best_ddp"]) == ("lucky", "ddp_view")
     assert data["opponents"] == {"ddp": "ddp_view", "builder": "ps"}
-    assert data["winner_over"]["ddp"]["median"] == pytest.approx(1.3 / 3.5)
-    assert data["contenders"]["lucky"]["ratio_to_best_ddp"] == data["winner_over"]["ddp"]
+    assert data["speedup_over"]["ddp"]["median"] == pytest.approx(3.5 / 1.3)
+    assert data["contenders"]["lucky"]["speedup_over_best_ddp"] == data["speedup_over"]["ddp"]
     assert data["gains"] == {"ddp": True, "builder": False}
 
 
