@@ -17,7 +17,7 @@ from lightning_autosync.cluster import parse_bytes
 from lightning_autosync.documents import is_path, read_data, shown
 from lightning_autosync.engine.collectives import broadcast_tensors
 from lightning_autosync.engine.replicas import require_equal_structures
-from lightning_autosync.errors import AutoSyncError, ClusterError, EquivalenceError, PeerLost, PlanError, WorkloadError
+from lightning_autosync.errors import AutoSyncError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.clipping import clip_gradients
@@ -34,6 +34,7 @@ from lightning_autosync.strategy.first_batch import FirstBatch
 from lightning_autosync.strategy.hybrid_choice import Choice, choose_hybrid_plan, common_choice
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.mixin import AutoSyncMixin
+from lightning_autosync.strategy.resolution import check_size
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
@@ -286,9 +287,8 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
     def _check_arguments(self) -> None:
         if self._settings.error is not None:
             raise self._settings.error
-        cluster, world = self._settings.cluster, self.num_nodes * self.num_processes
-        if cluster is not None and cluster.world_size != world:
-            raise ClusterError(f"cluster '{cluster.name}': it has {cluster.world_size} ranks, but the job has {world}")
+        if self._settings.cluster is not None:
+            check_size(self._settings.cluster, self.num_nodes, self.num_processes)
 
     def _arguments(self) -> dict[str, str]:
         """The arguments on which it depends what ranks tell each other, by their name in errors."""

@@ -23,6 +23,7 @@ from lightning_autosync.strategy.agreement import checked_formation, compare_ran
 from lightning_autosync.strategy.base import SynchronizedModule, accumulation
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.exact import ExactReplica
+from lightning_autosync.strategy.launching import CheckedLaunch
 from lightning_autosync.strategy.overlap import defer_steps_of
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
@@ -124,6 +125,11 @@ class AutoSyncFabricStrategy(DDPStrategy):
         self._farewell: Callable[[], Any] | None = None
         self._shares: BatchShares | None = None
         self._ports = ExitStack()
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        assert self._launcher is not None
+        self._launcher.launch = CheckedLaunch(self, self._settings)  # type: ignore[method-assign]
 
     def setup_environment(self) -> None:
         self._ports.enter_context(listening_within(self._settings.port_range))

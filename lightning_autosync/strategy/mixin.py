@@ -22,6 +22,7 @@ from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.collectives import CollectiveCalls
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.job import RunningJob
+from lightning_autosync.strategy.launching import CheckedLaunch
 from lightning_autosync.strategy.overlap import reading_past_failures
 from lightning_autosync.strategy.process_group import begin_alone
 from lightning_autosync.strategy.settings import (
@@ -171,6 +172,11 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         """The job to which this process returns; None if it does not."""
         self._shares: BatchShares | None = None
         self._ports = ExitStack()
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is not None:
+            self._launcher.launch = CheckedLaunch(self, self._settings)
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None

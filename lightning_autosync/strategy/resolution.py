@@ -185,11 +185,11 @@ def _check_memory(module: nn.Module) -> None:
 def _cluster(settings: StrategySettings, nodes: int, devices: int) -> ClusterSpec:
     if settings.cluster is None:
         return ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
-    _check_size(settings.cluster, nodes, devices)
+    check_size(settings.cluster, nodes, devices)
     return settings.cluster
 
 
-def _check_size(cluster: ClusterSpec, nodes: int, devices: int) -> None:
+def check_size(cluster: ClusterSpec, nodes: int, devices: int) -> None:
     """Refuse a cluster of another size than the job.
 
     Args:
@@ -204,7 +204,7 @@ def _check_size(cluster: ClusterSpec, nodes: int, devices: int) -> None:
         raise ClusterError(
             f"cluster '{cluster.name}': it has {cluster.world_size} ranks, but the job has "
             f"{nodes * devices} ({counted(nodes, 'node')} x {counted(devices, 'device')}); change num_nodes and "
-            "devices of the Trainer, or the cluster; without one, the job measures its links"
+            "devices, or the cluster"
         )
 
 

@@ -6,7 +6,13 @@ import copy
 from pathlib import Path
 
 import jobs
+import lightning.fabric.strategies.launchers as fabric_launchers
+import lightning.pytorch.strategies.launchers as pytorch_launchers
 import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, SyncPlan
 from lightning_autosync.cluster import ClusterSpec
@@ -67,6 +73,40 @@ def test_a_malformed_file_fails_in_the_constructor(tmp_path) -> None:
     path.write_text("format: autosync-plan/1\nworld_size: 2\n")
     with pytest.raises(PlanError, match=r"^plan: .*plan\.yaml: groups: missing"):
         AutoSyncStrategy(plan=path)
+
+
+class LaunchedError(Exception):
+    """Raised in place of starting ranks."""
+
+
+def launched(*_: object, **__: object) -> None:
+    raise LaunchedError
+
+
+@pytest.mark.parametrize("strategy", [AutoSyncStrategy, AutoSyncFabricStrategy, AutoDDLStrategy])
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+def test_a_cluster_of_another_size_is_refused_once_before_ranks_are_started(
+    monkeypatch: pytest.MonkeyPatch, strategy: type, start_method: str
+) -> None:
+    for launchers in (pytorch_launchers, fabric_launchers):
+        monkeypatch.setattr(launchers.subprocess_script._SubprocessScriptLauncher, "_call_children_scripts", launched)
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", launched)
+    how = {} if strategy is AutoDDLStrategy else {"start_method": start_method}
+
+    def start(ranks: int, call: str = "fit") -> None:
+        given = strategy(cluster=ClusterSpec.uniform(ranks), **how)
+        if strategy is AutoSyncFabricStrategy:
+            Fabric(strategy=given, accelerator="cpu", devices=2).launch(launched)
+        else:
+            trainer = Trainer(strategy=given, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+            getattr(trainer, call)(BoringModel())
+
+    with pytest.raises(ClusterError, match=r"cluster 'uniform': it has 3 ranks, but the job has 2 \(1 node x 2 dev"):
+        start(3)
+    with pytest.raises(LaunchedError):
+        start(2)
+    with pytest.raises(LaunchedError):  # validation does not use the cluster
+        start(2 if strategy is AutoSyncFabricStrategy else 3, "validate")
 
 
 def test_semantics_above_the_allowed_fail_in_the_constructor(tmp_path) -> None:

@@ -1,0 +1,37 @@
+"""What is refused before a strategy starts the ranks of its job, so that one process says it and not each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_autosync.strategy.resolution import check_size
+from lightning_autosync.strategy.settings import StrategySettings
+
+
+class CheckedLaunch:
+    """``launch`` of the launcher of a strategy, which first compares the cluster with the job.
+
+    It replaces the method on the launcher, so that all classes of launchers of Lightning keep their types, and can be
+    sent to processes that are spawned.
+
+    Args:
+        strategy: a strategy with a launcher.
+        settings: the settings of the strategy.
+    """
+
+    def __init__(self, strategy: Any, settings: StrategySettings) -> None:
+        self._strategy, self._settings = strategy, settings
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Launch the ranks, and call ``function`` on each of them.
+
+        Raises:
+            ClusterError: the cluster has another number of ranks than the job.
+        """
+        strategy, trainer = self._strategy, kwargs.get("trainer")
+        # Validation does not use the cluster. Ranks that others launch as well compare it together at setup: those with
+        # the right cluster must not wait for one that has ended.
+        launches_all = strategy.num_nodes == 1 and not strategy.cluster_environment.creates_processes_externally
+        if launches_all and self._settings.cluster is not None and (trainer is None or trainer.state.fn == "fit"):
+            check_size(self._settings.cluster, strategy.num_nodes, strategy.num_processes)
+        return type(strategy.launcher).launch(strategy.launcher, function, *args, **kwargs)
