@@ -13,15 +13,16 @@ Where each node has several network interfaces, trees over all of these are pack
 a pair) use one interface.
 
 Beyond `EXACT_RANKS` ranks the program is solved for classes of alike ranks (:mod:`.sketches`), if the cluster has them,
-and its solution is spread over the ranks of each class (:mod:`.spreading`). Without classes the program over all pairs
-of ranks is solved for any number of ranks.
+and its solution is spread over the ranks of each class (:mod:`.spreading`). Trees over several interfaces are then
+packed for each interface by itself, if the interfaces do not slow each other down on links that they share. Without
+classes the program over all pairs of ranks is solved for any number of ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import repeat
 from typing import Any, TypeVar
@@ -109,8 +110,8 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
     link_graph = LinkGraph(spec)
     if spec.world_size == 1:
         return TreePacking(math.inf, (PackedTree(1.0, (-1,)),))
-    if spec.world_size > EXACT_RANKS and spec.interface_count == 1 and (classes := rank_classes(link_graph)):
-        return _spread_packing(classes)
+    if spec.world_size > EXACT_RANKS and (spread := _packing_of_classes(link_graph)):
+        return spread
     single = _few_trees(mirrored_packing(link_graph), link_graph)
     if link_graph.symmetric or spec.world_size > EXACT_RANKS:
         return single
@@ -123,6 +124,32 @@ def _few_trees(packing: Packing[Routed[EdgeTree]] | Packing[Routed[TreePair]], l
     weights = _shallow_weights(packing, link_graph.capacities, link_graph.world_size)
     rate, weights = drop_small(weights, packing, link_graph.capacities, _RATE_KEPT_IN_ALL * packing.rate)
     return TreePacking(rate, _root_trees(packing.columns, weights, link_graph.world_size))
+
+
+def _packing_of_classes(link_graph: LinkGraph) -> TreePacking | None:
+    """Trees for classes of alike ranks over each interface; None without classes, or if interfaces share a full link.
+
+    No packing is faster than the best ones of the interfaces together.
+    """
+    spec = link_graph.spec
+    classes = [rank_classes(LinkGraph(spec.over(interface))) for interface in range(spec.interface_count)]
+    parts = [_spread_packing(each) for each in classes if each]
+    if len(parts) < len(classes):
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    total = sum(part.rate for part in parts)
+    trees = [
+        replace(tree, weight=tree.weight * part.rate / total, interface=interface)
+        for interface, part in enumerate(parts)
+        for tree in part.trees
+    ]
+    transfers = (transfers_of((tree.parents, tree.parents)) for tree in trees)  # these have no trees of pairs
+    loads = link_graph.load_rows(transfers, [tree.interface for tree in trees]).T @ [tree.weight for tree in trees]
+    rate = filling_rate(loads, link_graph.capacities)
+    if rate < _RATE_KEPT_OF_SKETCHES * total:
+        return None
+    return TreePacking(rate, tuple(sorted(trees, key=lambda tree: -tree.weight)))
 
 
 def _spread_packing(classes: RankClasses) -> TreePacking:

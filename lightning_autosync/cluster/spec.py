@@ -17,6 +17,7 @@ from lightning_autosync.cluster.checks import (
     check_paths,
     check_rank_order,
     check_size,
+    stranded,
 )
 from lightning_autosync.cluster.shapes import MOST_NODES, MOST_RANKS, SHAPES, expand_short_form
 from lightning_autosync.cluster.units import Bytes, Rate, Seconds
@@ -227,6 +228,18 @@ class ClusterSpec(Document):
     def carries(self, interface: int, link: Link) -> bool:
         """Whether connections over an interface (its index) may use a link, at either end of which may be a node."""
         return self._leads(link.a, link.b, interface) and self._leads(link.b, link.a, interface)
+
+    def over(self, interface: int) -> ClusterSpec:
+        """The same nodes with only the links over which connections over an interface (its index) may run."""
+        links = [link for link in self.links if self.carries(interface, link)]
+        lost = stranded(self.nodes, self.switches, links)
+        return self.model_copy(
+            update={
+                "nodes": tuple(node.model_copy(update={"interfaces": ()}) for node in self.nodes),
+                "switches": tuple(name for name in self.switches if name not in lost),
+                "links": tuple(link for link in links if link.a not in lost),
+            }
+        )
 
     def _leads(self, end: str, other: str, interface: int) -> bool:
         """Whether a node's interface has its link to another end; other interfaces are not used to forward data."""
