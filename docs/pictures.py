@@ -34,7 +34,8 @@ def main() -> None:
     model = yaml.safe_load((configuration_directory() / "model/vgg_like.yaml").read_text())
     workload = model_of(model).workload("dense")
     draw_steps(workload, resolve_cluster("fat_node_star"))
-    draw_plan(workload, resolve_cluster("two_racks_2to1"))
+    draw_plan(workload, resolve_cluster("two_racks_2to1"), "plan", "cluster")
+    draw_plan(workload, resolve_cluster("two_interfaces"), "plan-interfaces", "cluster-interfaces")
     for directory in sys.argv[1:]:
         draw_run(TuningRun.load(Path(directory)))
 
@@ -49,12 +50,12 @@ def draw_steps(workload: Workload, cluster: ClusterSpec) -> None:
     )
 
 
-def draw_plan(workload: Workload, cluster: ClusterSpec) -> None:
+def draw_plan(workload: Workload, cluster: ClusterSpec, messages: str, links: str) -> None:
     """Packed trees: the messages, and what they send over each link in a predicted step."""
     view = view_of(builders.packed_trees(workload, cluster, bucket_bytes=2**20), workload, cluster)
-    save(plan_picture(view.plan, view.schedule, workload), "plan")
+    save(plan_picture(view.plan, view.schedule, workload), messages)
     if view.traffic is not None:
-        save(cluster_picture(cluster, view.traffic), "cluster")
+        save(cluster_picture(cluster, view.traffic), links)
 
 
 def draw_run(run: TuningRun) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import bytes_text
-from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
+from lightning_autosync.plan import Message, Schedule, SyncPlan, compile_plan
 from lightning_autosync.replay import Constants, Prediction, Replay
 from lightning_autosync.report.figures.cluster import Traffic
-from lightning_autosync.report.figures.plan import method_of, reducers
+from lightning_autosync.report.figures.plan import interface_shares, method_of, reducers
 from lightning_autosync.workload import Workload
 
 
@@ -59,13 +59,22 @@ def message_rows(view: PlanView) -> Iterator[dict[str, Any]]:
             "name": group.name,
             "variables": group.variables,
             "size": bytes_text(sum(view.workload.variable(name).bytes for name in group.variables)),
-            "method": method_of(group),
+            "method": method_of(group) + _interfaces(message, view.schedule),
             "shards": group.shards,
             "reducers": _who(shares),
             "priority": group.priority,
             "segment": group.segment,
             "span": None if span is None else (1e3 * span.ready, 1e3 * span.start, 1e3 * span.end),
         }
+
+
+def _interfaces(message: Message, schedule: Schedule) -> str:
+    """The shares of a message on the network interfaces, if the plan uses more than the first."""
+    count = 1 + max(schedule.interfaces, default=0)
+    if count == 1:
+        return ""
+    used = [f"{share:.0%} over {number}" for number, share in enumerate(interface_shares(message, count)) if share]
+    return f", by interface: {', '.join(used)}"
 
 
 def _who(shares: list[float]) -> str:

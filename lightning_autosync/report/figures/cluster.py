@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,21 +49,33 @@ class Traffic:
 def cluster_picture(cluster: ClusterSpec, traffic: Traffic) -> Picture | None:
     """Nodes with their ranks, switches, and links with their traffic; None for clusters too large to draw.
 
-    Links without cycles are drawn as a tree from left to right, others as a graph.
+    Links without cycles are drawn as a tree from left to right, others as a graph. If the nodes have several network
+    interfaces, there is a tree for each of these.
     """
     import networkx
 
     if len(cluster.nodes) > MOST_NODES or not cluster.measured:
         return None
-    graph = networkx.Graph()
-    graph.add_nodes_from([node.name for node in cluster.nodes])
-    graph.add_edges_from((link.a, link.b, {"link": link}) for link in cluster.links)
-    figure = _draw_tree(cluster, graph, traffic) if networkx.is_tree(graph) else _draw_graph(cluster, graph, traffic)
+    networks = [cluster.over(interface) for interface in range(cluster.interface_count)]
+    apart = sum(len(network.links) for network in networks) == len(cluster.links)
+    if apart and all(networkx.is_tree(_graph_of(network)) for network in networks):
+        figure = _draw_trees(networks, traffic)
+    else:
+        figure = _draw_graph(cluster, _graph_of(cluster), traffic)
     full = [name for name, share in traffic.busy.items() if share >= _FULL]
     words = f"{len(cluster.nodes)} nodes, {len(cluster.switches)} switches and {len(cluster.links)} links of cluster "
     words += f"{cluster.name}, with the bytes that a step sends over each direction of each link. "
     words += f"Busy for at least {_FULL:.0%} of the step: {', '.join(full) or 'none'}."
     return Picture("cluster", figure, words)
+
+
+def _graph_of(cluster: ClusterSpec) -> Any:
+    import networkx
+
+    graph = networkx.Graph()
+    graph.add_nodes_from([node.name for node in cluster.nodes])
+    graph.add_edges_from((link.a, link.b, {"link": link}) for link in cluster.links)
+    return graph
 
 
 def _ranks(cluster: ClusterSpec, name: str) -> str:
@@ -89,17 +101,28 @@ class _Box:
         return (self.top + self.bottom) / 2
 
 
-def _draw_tree(cluster: ClusterSpec, graph: Any, traffic: Traffic) -> Any:
+def _draw_trees(networks: Sequence[ClusterSpec], traffic: Traffic) -> Any:
+    """One tree below the other, with the number of the interface if there are several."""
+    heights = [0.5 + 0.62 * len(network.nodes) for network in networks]
+    figure = new_figure(sum(heights))
+    panels = figure.subplots(len(networks), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for number, (network, axes) in enumerate(zip(networks, panels, strict=True)):
+        _draw_tree(axes, network, traffic)
+        if len(networks) > 1:
+            axes.set_title(f"interface {number}", loc="left")
+    return figure
+
+
+def _draw_tree(axes: Axes, cluster: ClusterSpec, traffic: Traffic) -> None:
     import networkx
 
+    graph = _graph_of(cluster)
     # The root is a switch in the centre of the tree, if there is one; of several, the one with most links.
     middle = networkx.center(graph)
     root = max(middle, key=lambda name: (name in cluster.switches, graph.degree(name), name))
     boxes: dict[str, _Box] = {}
     rows = _place(graph, root, None, 0, 0, boxes)
     depth = max(box.column for box in boxes.values())
-    figure = new_figure(0.5 + 0.62 * rows)
-    axes = figure.add_subplot()
     for parent, child in networkx.bfs_edges(graph, root):
         _draw_branch(axes, cluster, boxes, graph.edges[parent, child]["link"], (parent, child), traffic)
     for name, box in boxes.items():
@@ -107,7 +130,6 @@ def _draw_tree(cluster: ClusterSpec, graph: Any, traffic: Traffic) -> Any:
     axes.set_xlim(-0.1, depth + 0.5)
     axes.set_ylim(rows - 0.4, -0.6)
     axes.axis("off")
-    return figure
 
 
 def _place(graph: Any, name: str, parent: str | None, column: int, row: int, boxes: dict[str, _Box]) -> int:

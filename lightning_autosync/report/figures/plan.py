@@ -51,6 +51,16 @@ def reducers(message: Message, ranks: int) -> list[float]:
     return [share / total if total else 0.0 for share in shares]
 
 
+def interface_shares(message: Message, interfaces: int) -> list[float]:
+    """[interfaces] share of a message that travels over each interface of the nodes; all but trees use the first."""
+    shares = [0.0] * interfaces
+    for transfer in message.rounds[0].transfers:
+        used = transfer.reduce.interface if isinstance(transfer, TreeTransfer) else 0
+        shares[used] += transfer.stop - transfer.start
+    total = sum(shares)
+    return [share / total if total else 0.0 for share in shares]
+
+
 def _summed_elements(transfer: Transfer, ranks: int) -> list[tuple[int, float]]:
     if isinstance(transfer, TreeTransfer):
         return [(transfer.root, transfer.stop - transfer.start)]
@@ -71,19 +81,28 @@ def shown_groups(plan: SyncPlan, workload: Workload) -> list[int]:
 
 @styled
 def plan_picture(plan: SyncPlan, schedule: Schedule, workload: Workload) -> Picture:
-    """Left: messages over the gradients in backward order, coloured by method. Right: the ranks that reduce them."""
+    """Left: messages over the gradients in backward order, coloured by method. Right: the ranks that reduce them.
+
+    Plans that use several network interfaces of a node also have the share of each message on each interface.
+    """
     shown = shown_groups(plan, workload)
     figure = new_figure(1.5 + (0.27 if len(shown) <= _FEW else 0.18) * len(shown))
     ranks = schedule.world_size
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.4, max(0.8, min(2.0, 0.14 * ranks + 0.3))])
+    interfaces = 1 + max(schedule.interfaces, default=0)
+    widths = [2.4, max(0.8, min(2.0, 0.14 * ranks + 0.3)), *([0.6] if interfaces > 1 else [])]
+    left, right, *rest = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
     tooltips = _draw_messages(left, plan, workload, shown)
-    _draw_reducers(right, schedule, shown)
+    _draw_shares(right, [reducers(schedule.messages[index], ranks) for index in shown], "% reduced by rank")
+    for axes in rest:
+        shares = [interface_shares(schedule.messages[index], interfaces) for index in shown]
+        _draw_shares(axes, shares, "% over interface")
     figure.legend(loc="outside upper left", ncols=3, handlelength=2.2)
     methods = sorted({method_of(group) for group in plan.groups})
     if len(shown) < len(plan.groups):
         left.set_title(f"the {len(shown)} largest of {len(plan.groups)} messages")
     words = f"{counted(len(plan.groups), 'message')} over backward's order of gradients, sent by {', '.join(methods)}"
-    return Picture("messages", figure, f"{words}; beside each, the share that every rank reduces.", tooltips)
+    beside = "the share that every rank reduces" + (", and that on every network interface" if rest else "")
+    return Picture("messages", figure, f"{words}; beside each, {beside}.", tooltips)
 
 
 def _draw_messages(axes: Axes, plan: SyncPlan, workload: Workload, shown: Sequence[int]) -> dict[str, list[str]]:
@@ -124,26 +143,22 @@ def _first(method: str, plan: SyncPlan, shown: Sequence[int], index: int) -> str
     return method if first == index else "_"
 
 
-def _draw_reducers(axes: Axes, schedule: Schedule, shown: Sequence[int]) -> None:
+def _draw_shares(axes: Axes, shares: Sequence[Sequence[float]], label: str) -> None:
+    """Percentages [messages, columns], of which the columns are ranks or interfaces."""
     from matplotlib.colors import to_rgba
 
-    ranks = schedule.world_size
-    cells = [
-        (row, rank, share)
-        for row, index in enumerate(shown)
-        for rank, share in enumerate(reducers(schedule.messages[index], ranks))
-        if share > 0
-    ]
+    columns = max(map(len, shares), default=1)
+    cells = [(row, column, share) for row, own in enumerate(shares) for column, share in enumerate(own) if share > 0]
     if cells:
         colors = [to_rgba(BLUE, 0.12 + 0.5 * share) for _, _, share in cells]
-        rows, lefts = [row for row, _, _ in cells], [rank - 0.46 for _, rank, _ in cells]
+        rows, lefts = [row for row, _, _ in cells], [column - 0.46 for _, column, _ in cells]
         axes.barh(rows, 0.92, left=lefts, height=0.76, color=colors)
-    for row, rank, share in cells if ranks <= _MOST_RANKS_WITH_NUMBERS else ():
-        axes.text(rank, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=INK)
-    axes.set_xlim(-0.6, ranks - 0.4)
-    step = max(1, ranks // _MOST_RANKS_WITH_NUMBERS)
-    axes.set_xticks(range(0, ranks, step))
-    axes.set_xlabel("% reduced by rank")
+    for row, column, share in cells if columns <= _MOST_RANKS_WITH_NUMBERS else ():
+        axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=INK)
+    axes.set_xlim(-0.6, columns - 0.4)
+    step = max(1, columns // _MOST_RANKS_WITH_NUMBERS)
+    axes.set_xticks(range(0, columns, step))
+    axes.set_xlabel(label)
     axes.tick_params(left=False)
     axes.grid(False)
     axes.spines["left"].set_visible(False)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from clusters import two_interfaces
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError
@@ -13,8 +14,9 @@ from lightning_autosync.plan import Group, Partition, SyncPlan, builders, compil
 from lightning_autosync.replay import Constants, MessageSpan, Replay, Span, Timeline
 from lightning_autosync.report.figures.cluster import MOST_NODES, Traffic, cluster_picture
 from lightning_autosync.report.figures.picture import INK, Picture, new_figure, report_style, spread
-from lightning_autosync.report.figures.plan import MOST_ROWS, method_of, plan_picture, reducers
+from lightning_autosync.report.figures.plan import MOST_ROWS, interface_shares, method_of, plan_picture, reducers
 from lightning_autosync.report.figures.tuning import origin_looks
+from lightning_autosync.report.plan_view import PlanView, message_rows
 from lightning_autosync.report.timeline import load_timelines, save_timelines
 from lightning_autosync.workload import Variable, Workload
 
@@ -85,6 +87,37 @@ def test_clusters_of_every_shape_can_be_drawn(name: str) -> None:
 def test_clusters_too_large_or_unknown_are_left_out() -> None:
     assert cluster_picture(ClusterSpec.uniform(nodes=MOST_NODES + 1, bandwidth=1e9), Traffic(0.1, {})) is None
     assert cluster_picture(ClusterSpec.uniform(nodes=2), Traffic(0.1, {})) is None
+
+
+def test_a_plan_over_several_interfaces_shows_the_share_of_each() -> None:
+    cluster = two_interfaces([3e7] * 4, [1e7] * 4)
+    plan = builders.packed_trees(WORKLOAD, cluster)
+    schedule = compile_plan(plan, WORKLOAD, cluster)
+    assert interface_shares(schedule.messages[0], 2) == pytest.approx([0.75, 0.25], abs=0.02)
+    picture = plan_picture(plan, schedule, WORKLOAD)
+    assert ">% over interface<" in str(picture.svg)
+    assert "that on every network interface" in picture.description
+    (row,) = message_rows(PlanView(plan, WORKLOAD, schedule, None))
+    assert re.search(r"packed trees, by interface: 7\d% over 0, 2\d% over 1$", row["method"])
+    links = cluster_picture(cluster, Traffic(0.1, {}))
+    assert links is not None
+    svg = str(links.svg)
+    assert svg.count(">n3<") == 2  # on each network
+    assert all(f">interface {number}<" in svg for number in range(2))
+
+
+def test_a_plan_over_the_first_interface_shows_none() -> None:
+    plan = plan_of(topology="native")
+    picture = plan_picture(plan, compile_plan(plan, WORKLOAD, CLUSTER), WORKLOAD)
+    assert "interface" not in str(picture.svg) + picture.description
+    (row,) = message_rows(PlanView(plan, WORKLOAD, compile_plan(plan, WORKLOAD, CLUSTER), None))
+    assert "interface" not in row["method"]
+
+
+def test_interfaces_that_share_switches_are_one_graph() -> None:
+    links = cluster_picture(two_interfaces([1e6] * 3, [1e6] * 3, trunk=1e6), Traffic(0.1, {}))
+    assert links is not None
+    assert ">interface 1<" not in str(links.svg)
 
 
 def test_a_plan_with_many_messages_shows_the_largest() -> None:
