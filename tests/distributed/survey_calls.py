@@ -12,6 +12,7 @@ from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
+from lightning_autosync.strategy.tuning.proposals import find_links
 
 
 def survey(limit: float = 10.0) -> dict[str, Any]:
@@ -23,6 +24,13 @@ def survey(limit: float = 10.0) -> dict[str, Any]:
 def compare(described: dict[str, Any]) -> list[str]:
     """The links whose rates are far from a description."""
     return compare_rates(ClusterSpec.from_dict(described), 60.0)
+
+
+def links(described: dict[str, Any] | None, probe: float) -> dict[str, Any]:
+    """The costs of hosts with which a job predicts plans, and whether rates of links are known."""
+    cluster = None if described is None else ClusterSpec.from_dict(described)
+    found = find_links(cluster, nodes=2, devices=2, probe=probe, timeout=60.0)
+    return {"constants": found.constants.to_dict(), "measured": found.cluster.measured, "fault": found.fault}
 
 
 def survey_without_connection() -> dict[str, Any]:

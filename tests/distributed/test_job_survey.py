@@ -11,11 +11,14 @@ import pytest
 import survey_calls
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.probe.description import check_cluster
+from lightning_autosync.measure.probe.hosts import COSTS
 from lightning_autosync.measure.probe.table import link_rows
 from lightning_autosync.measure.workers import LaunchError, WorkerPool
+from lightning_autosync.replay import Constants
 
 try:
     netns.require_namespaces()
@@ -78,6 +81,24 @@ def test_hosts_and_rates_of_two_nodes_are_found(two_nodes: WorkerPool) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+@pytest.mark.parametrize("given", [False, True], ids=["links are measured", "links are described"])
+def test_costs_of_hosts_are_measured_beside_links(two_nodes: WorkerPool, given: bool) -> None:
+    described = interleaved().to_dict() if given else None
+    answers = two_nodes.run(survey_calls.links, described=described, probe=5.0)
+    assert answers == [answers[0]] * two_nodes.world_size
+    assert answers[0]["measured"]
+    found = Constants.from_dict(answers[0]["constants"])
+    assert found.cores == usable_cores()
+    factors = {getattr(found, name) / cost for name, cost in COSTS.items()}
+    assert max(factors) == pytest.approx(min(factors))
+    assert found.copy_rate != Constants().copy_rate
+
+
+def test_a_job_that_measures_nothing_has_default_costs(two_nodes: WorkerPool) -> None:
+    found = two_nodes.run(survey_calls.links, described=interleaved().to_dict(), probe=0.0)[0]
+    assert Constants.from_dict(found["constants"]) == Constants()
+
+
 def test_without_time_only_hosts_are_found(two_nodes: WorkerPool) -> None:
     found = the_answer(two_nodes, limit=0.5)
     cluster = ClusterSpec.from_dict(found["cluster"])

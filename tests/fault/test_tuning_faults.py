@@ -11,6 +11,7 @@ from tuning_soak_calls import AGAIN, END, NO_CONNECTION, OPENING, OTHER_PLAN, PA
 
 from lightning_autosync import ClusterSpec
 from lightning_autosync.measure.probe.quick import JobSurvey
+from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.tuning import proposals
 
 GOES_ON = {DELAY, NO_CONNECTION}
@@ -52,8 +53,7 @@ def test_jobs_try_plans_on_a_machine_that_is_too_busy_to_measure_links() -> None
     busy = JobSurvey(hosts, 3.0, 1, "links of 3 nodes take 3.2 s or more to measure, the limit is 3 s")
     with (
         mock.patch.object(proposals, "survey_job", return_value=busy),
-        mock.patch.object(proposals, "usable_cores", return_value=2),
-        mock.patch.object(proposals.dist, "get_world_size", return_value=3),
+        mock.patch.object(proposals, "host_constants", return_value=Constants(cores=2)),
         tuning(0, Injection(None, 0, mock.Mock()), seed=0),
     ):
         links = proposals.find_links(None, nodes=3, devices=1, probe=3.0, timeout=10.0)

@@ -14,9 +14,9 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import counted, seconds_text
 from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.errors import MissingPackageError
-from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.description import check_cluster
+from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders.default import DDP_BUCKETS
@@ -73,14 +73,14 @@ class Proposals:
 
 
 def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: float, timeout: float) -> JobLinks:
-    """Find the hosts of the default process group, and measure the links between them; collective.
+    """Find the hosts of the default process group, and measure them and the links between them; collective.
 
     Args:
         cluster: the description that the user gave, if any; it is used as it is. A warning tells rates that are far
             from those of the links, if they can be measured in three seconds.
         nodes: number of nodes in the job.
         devices: number of ranks per node.
-        probe: maximum seconds of the measurement.
+        probe: maximum seconds of the measurement of links; 0 measures nothing, and takes default costs of hosts.
         timeout: seconds that ranks wait for each other.
     """
     if cluster is not None:
@@ -89,15 +89,17 @@ def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: flo
                 f"cluster '{cluster.name}': {'; '.join(found)}. The plan is chosen for the described rates: correct "
                 "them, or give no cluster, so that the job measures its links"
             )
-        return JobLinks(cluster, Constants(), "" if cluster.measured else "its rates are not given", DESCRIBED)
+        constants = host_constants() if probe and cluster.measured else Constants()
+        return JobLinks(cluster, constants, "" if cluster.measured else "its rates are not given", DESCRIBED)
     try:
         survey = survey_job(timeout, limit=probe)
     except LaunchError as error:
         uniform = ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
         return JobLinks(uniform, Constants(), str(error), "not measured")
-    cores = usable_cores() if survey.machines == 1 and dist.get_world_size() > 1 else None
+    nothing_predicted = survey.fault or len(survey.cluster.nodes) == 1
+    constants = Constants() if nothing_predicted else host_constants()
     origin = f"links measured in {survey.seconds:.1f} s"
-    return JobLinks(survey.cluster, Constants(cores=cores), survey.fault or "", origin)
+    return JobLinks(survey.cluster, constants, survey.fault or "", origin)
 
 
 def changed_links(before: ClusterSpec, now: ClusterSpec) -> list[str]:
