@@ -176,7 +176,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._launcher is not None:
-            self._launcher.launch = CheckedLaunch(self, self._settings)
+            self._launcher.launch = CheckedLaunch(self, self._settings)  # type: ignore[method-assign]
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
