@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import forked
+import hypothesis
+import parsed_files
 import pytest
 import torch
 import torch.distributed as dist
 from shared_pool import SharedPool
+from sweeps import examples
 
 from lightning_autosync.cluster.spec import ClusterSpec
 
@@ -28,6 +31,9 @@ POOLS = ("pool", "duo", "quartet|pair")
 """Fixtures of processes that are shared by tests of many files."""
 
 os.environ["LIGHTNING_AUTOSYNC_CACHE"] = ""  # no test finds or leaves plans in the user's cache
+hypothesis.settings.register_profile("tests", examples())  # without deadlines, which slow machines miss
+hypothesis.settings.load_profile("tests")
+parsed_files.remember()
 torch.set_num_threads(1)  # tensors here are small, and tests' own workers want the other cores
 
 

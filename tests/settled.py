@@ -2,7 +2,8 @@
 
 Python's collector would visit a million objects in each fork, and write to them: the kernel would copy the pages. And
 the kernel copies the page tables for each fork, which huge pages make short. Every Trainer looks for entry points in
-the metadata of all installed packages, which do not change while tests run.
+the metadata of all installed packages, which do not change while tests run. Nor do files of configurations, which
+commands read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import gc
 from pathlib import Path
 
 from lightning.fabric.utilities import registry
+
+from tests import parsed_files
 
 MADV_COLLAPSE = 25  # Linux 6.1; older kernels refuse it, and forks are slower there
 HUGE = 2**21
@@ -31,6 +34,8 @@ def use_huge_pages() -> None:
 
 
 registry.entry_points = functools.cache(registry.entry_points)
+parsed_files.remember()
+parsed_files.read_all()
 gc.collect()
 use_huge_pages()
 gc.freeze()

@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-SHARE = 1.0 if os.environ.get("AUTOSYNC_ALL_TESTS") else 0.2
+SHARE = 1.0 if os.environ.get("AUTOSYNC_ALL_TESTS") else 0.15
 """The part of a property's examples that is drawn."""
 
 

@@ -42,7 +42,7 @@ class Bed:
         """Seconds of a step."""
         if plan.fingerprint not in self._prices:
             schedule = compile_plan(plan, self.workload, self.cluster)
-            self._prices[plan.fingerprint] = self._replay.predict(schedule).step_time
+            self._prices[plan.fingerprint] = self._replay.predict(schedule, "fluid").step_time
         return self._prices[plan.fingerprint]
 
 

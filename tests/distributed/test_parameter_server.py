@@ -175,7 +175,7 @@ def test_few_rows_travel(pool, sparse: bool) -> None:
 CHECKPOINTS = {"NAdam": {}, "ASGD": {"t0": 1.0}, "Rprop": {}, **dict(OPTIMIZERS)}
 
 
-@pytest.mark.parametrize("kind", sweep(CHECKPOINTS, ["AdamW", "ASGD"]))
+@pytest.mark.parametrize("kind", sweep(CHECKPOINTS, ["AdamW"]))
 def test_a_checkpoint_goes_on_with_other_servers(pool, kind: str) -> None:
     workload, cluster = describe(Net()), uneven_cluster(3)
     first = spread([0, 1, 2], 3).to_dict()
@@ -195,7 +195,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("consistency", sweep(MODES, [MODES[0], *MODES[2:]]))
+@pytest.mark.parametrize("consistency", sweep(MODES, MODES[2:]))
 def test_staleness_is_bounded_and_all_end_alike(pool, consistency: dict[str, Any]) -> None:
     plan = spread([0, 3], 3, only=1, consistency=consistency)
     steps, pauses = [12, 5, 9], [0.0, 0.05, 0.01]
@@ -216,7 +216,7 @@ def test_staleness_is_bounded_and_all_end_alike(pool, consistency: dict[str, Any
     assert all(one["mean"] == pytest.approx([mean, mean]) for one in found)
 
 
-@pytest.mark.parametrize("consistency", sweep(MODES, [MODES[0], *MODES[2:]]))
+@pytest.mark.parametrize("consistency", sweep(MODES, [MODES[0], MODES[3]]))
 def test_no_push_is_lost_or_applied_twice(pool, consistency: dict[str, Any]) -> None:
     workload = describe(Net())
     variables = tuple(

@@ -213,7 +213,13 @@ def test_uneven_steps_end_and_drains_leave_all_equal(pool, settings: dict[str, A
 
 @pytest.mark.parametrize(
     "settings",
-    [FULL, periodic(2, "diloco"), periodic(2, "slowmo"), periodic(3, "easgd"), periodic(3, "bmuf", fragments=3)],
+    [
+        FULL,
+        periodic(2, "diloco"),
+        pytest.param(periodic(2, "slowmo"), marks=pytest.mark.slow),
+        pytest.param(periodic(3, "easgd"), marks=pytest.mark.slow),
+        periodic(3, "bmuf", fragments=3),
+    ],
     ids=["partial reduce of all", "diloco", "slowmo", "easgd", "bmuf by fragments"],
 )
 def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(pool, settings: dict[str, Any]) -> None:

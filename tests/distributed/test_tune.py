@@ -166,7 +166,11 @@ def _wait_for_trials(journal: Path, count: int, running: subprocess.Popen[str]) 
     ("line", "message"),
     [
         (("model=imported", "model._target_=nowhere.Net"), r"model: 'nowhere.Net': .*nowhere"),
-        (("model=imported", "model._target_=torch.nn.Linear"), r"model: 'torch.nn.Linear': .*in_features"),
+        pytest.param(
+            ("model=imported", "model._target_=torch.nn.Linear"),
+            r"model: 'torch.nn.Linear': .*in_features",
+            marks=pytest.mark.slow,
+        ),
         (
             ("model=imported", "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2"),
             r"^model\.data: missing; 'torch\.nn\.Linear' has no train_dataloader, so add \+model\.data\._target_=",
@@ -175,7 +179,7 @@ def _wait_for_trials(journal: Path, count: int, running: subprocess.Popen[str]) 
             ("model=imported", "model._target_=os.getcwd"),
             r"model._target_: 'os.getcwd' is str, no Module",
         ),
-        (("search=tpe", "search.budget=none"), r"search.budget: "),
+        pytest.param(("search=tpe", "search.budget=none"), r"search.budget: ", marks=pytest.mark.slow),
         (("ranks=1",), r"^ranks: one rank has nothing to synchronize; a search needs two or more$"),
         (("launch=torchrun",), r"launch=torchrun: this process does not belong to a torchrun job"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import training
+from sweeps import crossed
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.workers import WorkerPool
@@ -17,8 +18,9 @@ def four(pytestconfig) -> WorkerPool:
         yield workers
 
 
-@pytest.mark.parametrize("order", [None, ["n0", "n1", "n0", "n1"]])
-@pytest.mark.parametrize("builder", ["hierarchical", "partitioned_all_reduce"])
+@pytest.mark.parametrize(
+    ("builder", "order"), crossed(["hierarchical", "partitioned_all_reduce"], [None, ["n0", "n1", "n0", "n1"]])
+)
 def test_two_levels_equal_ddp(four, builder: str, order: list[str] | None) -> None:
     cluster = ClusterSpec.uniform(nodes=2, devices=2)
     if order is not None:

@@ -22,7 +22,7 @@ def _check(pool: Any, model: str, meshes: list[list[int]], seeds: list[int], **o
     assert not far
 
 
-@pytest.mark.parametrize("model", sweep(TOLD, ["mlp", "language"]))
+@pytest.mark.parametrize("model", sweep(TOLD, ["language"]))
 def test_random_plans(pool: Any, model: str) -> None:
     _check(pool, model, [[2], [2, 2]], [0])
 

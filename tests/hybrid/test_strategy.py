@@ -16,7 +16,7 @@ from hybrid import jobs, setups
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
         {"optimizer": "sgd", "gradient_clip_val": 0.1, "limit_val_batches": 2},
         pytest.param({"optimizer": "kept"}, marks=pytest.mark.slow),

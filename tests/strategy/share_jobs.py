@@ -36,7 +36,7 @@ from lightning_autosync.strategy.shares.direct_calls import DirectCalls
 
 FEATURES, CLASSES = 6, 3
 SHARES = (1, 1, 2, 4)
-EPOCHS = 4
+EPOCHS = 3
 """Of trainings that are compared, if no plans are tried in them."""
 SAMPLES = 82
 """Of global batches of 16, the last one has 2 samples: ranks 0 and 1 get none of them."""
@@ -85,8 +85,12 @@ def make_module(
     samples: int = SAMPLES,
     rate: float = 0.1,
     ignored: int = -100,
+    logs: bool = False,
 ) -> Any:
-    """A LightningModule of either framework that notes the samples that it counts."""
+    """A LightningModule of either framework that notes the samples that it counts.
+
+    With ``logs``, it logs losses, for which all ranks wait for each other in each step.
+    """
     module_class: type = import_module(framework).LightningModule
 
     class Noting(module_class):  # type: ignore[misc]
@@ -103,8 +107,9 @@ def make_module(
                 self.compute(len(self.seen), len(numbers))
             self.seen.append((self.current_epoch, numbers[: cut.samples].tolist(), cut.total))
             loss = F.cross_entropy(self.network(inputs), labels, ignore_index=ignored)
-            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-            self.log("own", numbers.float().mean())
+            if logs:
+                self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+                self.log("own", numbers.float().mean())
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -192,7 +197,7 @@ def tuned_against_one_process(**strategy: Any) -> dict[str, float]:
     cluster = ClusterSpec.uniform(4, bandwidth="1 Gbit/s", name="four")
     with tuning_jobs.scripted_switches(every=3) as switches:
         options = {"cluster": cluster, "tuning": tuning_jobs.SHORT, **strategy}
-        found = trainer_against_one_process(pause=0.02, epochs=9, **options)
+        found = trainer_against_one_process(pause=0.02, epochs=6, **options)
     return {**found, "switches": len(switches)}
 
 
@@ -239,7 +244,7 @@ def gathered(module: Any, epochs: int) -> list[list[int]]:
 
 def logged(**strategy: Any) -> dict[str, list[float]]:
     """Logged losses of a model that does not change, and those of one process: of the last batch, and of all."""
-    module = make_module(rate=0.0)
+    module = make_module(rate=0.0, logs=True)
     trainer = fit(module, strategy=strategy, max_epochs=1, log_every_n_steps=1)
     data, order = Numbered(), torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
     losses = F.cross_entropy(module.network(data.inputs), data.labels, reduction="none").detach()
@@ -470,7 +475,7 @@ def runs_out_of_memory(where: str, micro_batch: int | None = None) -> dict[str, 
     With micro-batches, that is for two and for one. ``share`` is the number of samples of this rank at the end.
     """
     last = dist.get_rank() == dist.get_world_size() - 1
-    module = make_module(samples=16 * 12)
+    module = make_module(samples=16 * 12, logs=True)
 
     def compute(batch: int, samples: int) -> None:
         clock.seconds += 0.1 * samples

@@ -16,9 +16,7 @@ OTHER = {"framework": "pytorch_lightning", "plan": "ps"}
 OVERLAP, MICRO = {"overlap": "step"}, {"overlap": "step", "micro_batch": 2}
 
 
-@pytest.mark.parametrize(
-    "options", sweep([OVERLAP, OTHER, MICRO, {**OTHER, "micro_batch": 1}], [OVERLAP, MICRO]), ids=str
-)
+@pytest.mark.parametrize("options", sweep([OVERLAP, OTHER, MICRO, {**OTHER, "micro_batch": 1}], [MICRO]), ids=str)
 def test_a_trainer_equals_one_process(quartet, options: dict[str, Any]) -> None:
     found = quartet.run(share_jobs.trainer_against_one_process, **options)
     for each in found:
@@ -85,7 +83,8 @@ def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet, op
         {"begin": 9},
         pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow),
         {"begin": 9, "fabric": True},
-        {"begin": 9, "overlap": "step"},
+        # With overlap, while plans are tried, in the next test.
+        pytest.param({"begin": 9, "overlap": "step"}, marks=pytest.mark.slow),
         pytest.param({"begin": 9, "overlap": "step", "fabric": True}, marks=pytest.mark.slow),
         pytest.param({"begin": 25, "sampler": "stream"}, marks=pytest.mark.slow),
     ],

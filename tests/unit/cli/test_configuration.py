@@ -97,7 +97,7 @@ def test_a_verb_that_is_interrupted_says_so_in_one_line(
         "+contenders.star.builder=ps",
         "experiment=matrix",
         "--config-dir somewhere model=of_my_own",
-        "cluster_scale=interval(0.5,1) rounds=range(3,9) cluster=one_node",
+        "cluster_scale=interval(0.5,1) rounds=range(3,5) cluster=one_node",
         pytest.param("model=glob(*_like) cluster=one_node", marks=pytest.mark.slow),
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 import torch
 from learned_samples import CONSTANTS, drawn, plan_of, star, workload
 from safetensors.torch import load, save
-from sweeps import SHARE
+from sweeps import SHARE, sweep
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.lab.fitting.comparison import SimulatorAccuracy
@@ -159,7 +159,7 @@ def test_fitting_twice_the_same_gives_the_same(samples: list[Sample]) -> None:
     assert made[0] == pytest.approx(made[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", sweep(LEARNED, ["hetero"]))  # all are trained by the same function
 def test_a_callers_own_draws_go_on_undisturbed(name: str, samples: list[Sample], tmp_path: Path) -> None:
     torch.manual_seed(7)
     before = torch.random.get_rng_state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from sweeps import sweep
+from sweeps import crossed, sweep
 from test_space import CLUSTERS, MIXED
 
 from lightning_autosync.cluster import ClusterSpec
@@ -27,8 +27,7 @@ def held(plans: list[SyncPlan]) -> list[list[str]]:
     return [["".join(group.variables) for group in plan.groups] for plan in plans]
 
 
-@pytest.mark.parametrize("semantics", ["exact", "compressed"])
-@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize(("name", "semantics"), crossed(list(CLUSTERS), ["exact", "compressed"]))
 def test_moves_lead_to_sound_plans(name: str, semantics: str) -> None:
     """From one to the next, ten moves each; every plan that compiles is read from its document as what it is."""
     cluster = CLUSTERS[name]

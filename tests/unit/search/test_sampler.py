@@ -26,6 +26,7 @@ from lightning_autosync.learned.dataset.sample import step_noise
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.replay.replay import Detail
 from lightning_autosync.search import storages, studies
 from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.features import PlanFeatures, similarity
@@ -47,6 +48,24 @@ def layers(count: int = 16, name: str = "layers") -> Workload:
 
 SPACE = PlanSpace(layers(), uneven_cluster(4))
 REPLAY = Replay(SPACE.workload, SPACE.cluster)
+PRICES: dict[Any, Any] = {}
+"""What populations of `SPACE` find out about plans."""
+
+
+@pytest.fixture(autouse=True)
+def priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samplers of many tests look at the same plans, whose prices do not depend on the sampler."""
+    price = Population._price
+
+    def remembered(self: Population, plan: SyncPlan, detail: Detail) -> Any:
+        if self.space is not SPACE:
+            return price(self, plan, detail)
+        key = (plan.fingerprint, detail, self._two_level_collectives, self._overlaps, self._replay._constants)
+        if key not in PRICES:
+            PRICES[key] = price(self, plan, detail)
+        return PRICES[key]
+
+    monkeypatch.setattr(Population, "_price", remembered)
 
 
 def seconds(plan: SyncPlan) -> float:
