@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import fabric as fabric_module
+from lightning_autosync.strategy import replica_comparison
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
@@ -76,6 +77,33 @@ def caught(ddp: bool) -> str:
     finally:
         fabric.strategy.teardown()
     return "none"
+
+
+def thawed_late(layer: int, kept: bool, **strategy: Any) -> float:
+    """The largest gap of a gradient to the mean, in passes of which the last one follows the end of a layer's freeze.
+
+    Args:
+        layer: place of the layer, which trains in the first pass. Ranks then no longer compare before each pass.
+        kept: whether gradients are set to zero, and not to None.
+    """
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    inputs, gap = torch.full((1, 2), dist.get_rank() + 1.0), 0.0
+    with mock.patch.object(replica_comparison, "CALM", 2):
+        replica = ExactReplica(module, StrategySettings(**strategy), 1, 2)
+        for step in range(6):
+            module[layer].requires_grad_(step in (0, 5))
+            module.zero_grad(set_to_none=not kept)
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            means = torch.autograd.grad(module(inputs).sum(), trained)
+            with replica.backward():
+                module(inputs).sum().backward()
+            for parameter, mean in zip(trained, means, strict=True):
+                dist.all_reduce(mean)
+                gap = max(gap, float((parameter.grad - mean / 2).abs().max()))  # type: ignore[operator]
+    dist.barrier()
+    replica.close()
+    return gap
 
 
 def draw_new(module: Changing) -> None:

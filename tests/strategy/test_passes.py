@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pass_jobs
 import pytest
+from sweeps import crossed
 
 
 @pytest.mark.parametrize("plan", ["all_reduce", "packed_trees"])
@@ -16,6 +19,17 @@ def test_a_forward_pass_after_a_failed_backward_pass_raises_as_under_ddp(duo) ->
         assert theirs.startswith("RuntimeError: Expected to have finished reduction")
     for ours in duo.run(pass_jobs.caught, ddp=False):
         assert ours.startswith("ExchangeError: an earlier backward pass failed on this rank")
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "strategy"),
+    crossed(
+        [(0, False), (2, False), (2, True)],
+        [{"plan": "all_reduce"}, {"plan": "packed_trees"}, {"plan": "all_reduce", "gradient_as_bucket_view": True}],
+    ),
+)
+def test_no_gradient_is_lost_when_a_layer_trains_again(duo, layer: int, kept: bool, strategy: dict[str, Any]) -> None:
+    assert max(duo.run(pass_jobs.thawed_late, layer=layer, kept=kept, **strategy)) < 1e-6
 
 
 @pytest.mark.parametrize("strategy", [{}, {"plan": "all_reduce", "overlap": "step"}])
