@@ -16,13 +16,15 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import fabric as fabric_module
 from lightning_autosync.strategy import replica_comparison
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
+from lightning_autosync.workload import describe
 
 
 class Fails(torch.autograd.Function):
@@ -120,6 +122,25 @@ def new_layers(**strategy: Any) -> float:
     module = Changing(draw_new, [0, 1])
     make_trainer(AutoSyncStrategy(check_replicas=0, **strategy)).fit(module)
     return apart(module)
+
+
+def unplanned() -> list[str]:
+    """The begin of each pass's error under Fabric with a user's plan, if all ranks add a layer before the second one."""
+    module = nn.Sequential(nn.Linear(1, 1, bias=False))
+    plan = builders.all_reduce(describe(module), ClusterSpec.uniform(1, 2))
+    fabric = make_fabric(AutoSyncFabricStrategy(plan=plan))
+    wrapped = fabric.setup_module(module)
+    found = []
+    for step in range(4):
+        if step == 1:
+            module.append(nn.Linear(1, 1, bias=False))
+        try:
+            fabric.backward(wrapped(torch.ones(1, 1)).sum())
+            found.append("none")
+        except AutoSyncError as error:
+            found.append(f"{type(error).__name__}: {error}".partition(",")[0])
+    fabric.strategy.teardown()
+    return found
 
 
 def change_before_a_collective(kind: str) -> str:

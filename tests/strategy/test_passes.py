@@ -37,6 +37,11 @@ def test_new_layers_are_made_equal(duo, strategy: dict[str, str]) -> None:
     assert duo.run(pass_jobs.new_layers, **strategy) == [0.0, 0.0]
 
 
+def test_a_parameter_that_a_users_plan_lacks_is_refused_in_each_pass(duo) -> None:
+    expected = ["none", *["PlanError: plan: groups: parameter '1.weight' was unfrozen or added"] * 3]
+    assert duo.run(pass_jobs.unplanned) == [expected] * 2
+
+
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "barrier", "broadcast"])
 def test_collective_calls_of_fabric_notice_a_change_on_another_rank(duo, kind: str) -> None:
     expected = "PlanError: model: parameter 'head.bias': requires_grad is False on rank 1"
