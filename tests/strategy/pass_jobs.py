@@ -125,15 +125,15 @@ def new_layers(**strategy: Any) -> float:
 
 
 def unplanned() -> list[str]:
-    """The begin of each pass's error under Fabric with a user's plan, if all ranks add a layer before the second one."""
-    module = nn.Sequential(nn.Linear(1, 1, bias=False))
-    plan = builders.all_reduce(describe(module), ClusterSpec.uniform(1, 2))
+    """How each pass's error begins under Fabric with a user's plan, if all ranks add a layer before the second."""
+    layers = nn.Sequential(nn.Linear(1, 1, bias=False))
+    plan = builders.all_reduce(describe(layers), ClusterSpec.uniform(1, 2))
     fabric = make_fabric(AutoSyncFabricStrategy(plan=plan))
-    wrapped = fabric.setup_module(module)
+    wrapped = fabric.setup_module(layers)
     found = []
     for step in range(4):
         if step == 1:
-            module.append(nn.Linear(1, 1, bias=False))
+            layers.append(nn.Linear(1, 1, bias=False))
         try:
             fabric.backward(wrapped(torch.ones(1, 1)).sum())
             found.append("none")
