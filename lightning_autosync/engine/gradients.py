@@ -168,7 +168,8 @@ class DenseGradients(MessageGradients):
 
         def note_and_pack() -> None:
             note()
-            self._pack([place])
+            if self.active:  # otherwise the gradient, perhaps a view of the buffer, is not exchanged in this pass
+                self._pack([place])
 
         return note_and_pack
 
