@@ -19,6 +19,7 @@ from lightning_autosync.engine.gradients import MessageGradients
 from lightning_autosync.engine.notes import Notes
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.resources import Resources
+from lightning_autosync.engine.start_order import StartOrder
 from lightning_autosync.engine.static_graph import StaticGraph
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.engine.waiting import announce
@@ -108,11 +109,8 @@ class Engine:
         self.on_backward: Callable[[], None] | None = None
         self.on_launch: Callable[[], None] | None = None
         self.before_pass: Callable[[], None] | None = None
-        self._unended = False
-        self._change_seen = False
-        self._armed = False
+        self._armed = self._unended = self._change_seen = False
         self._interruption = ""
-        self._next = 0
         self._recorder: Recorder | None = None
         self._pending: dict[int, MessageGradients] = {}
         self._finite = True
@@ -124,6 +122,7 @@ class Engine:
             dict(parameters), schedule, group, cluster, timeout, views, watched, connect_timeout, notes=notes
         )
         self._gradients = self._resources.gradients
+        self._order = StartOrder(self._gradients, self._start)
         self._compressor_state = self._resources.compressor_state
         self._graph = StaticGraph(self._gradients) if static_graph else None
         self._hooks = AccumulatorHooks()
@@ -398,7 +397,7 @@ class Engine:
         if self._compressor_state.has_residuals:
             self._compressor_state.begin_step(self._loss_scale)
         self._armed = self._unended = True
-        self._next = 0
+        self._order.begin_pass()
         if self._recorder is not None:
             self._recorder.end_forward()
         self._change_seen = False
@@ -414,17 +413,7 @@ class Engine:
     def _complete(self, gradients: MessageGradients) -> None:
         if self._recorder is not None:
             self._recorder.ready(gradients.message.index)
-        if not gradients.message.collective:
-            self._start(gradients)
-            return
-        # Messages may complete in different orders on different ranks, but backends match collectives by call order.
-        while self._next < len(self._gradients):
-            following = self._gradients[self._next]
-            if following.message.collective and following.active:
-                if following.missing:
-                    return
-                self._start(following)
-            self._next += 1
+        self._order.complete(gradients)
 
     def _finish_last(self, *_: object) -> None:
         """Finish messages of the last pass; they use the gradients, and the buffers into which a pass packs them."""

@@ -24,7 +24,8 @@ class MessageGradients(ABC):
         message: the message.
         parameters: its parameters, in message order.
         active: whether the message takes part in this backward pass; the same on every rank.
-        missing: number of gradients that have not arrived in this backward pass.
+        missing: number of gradients that have not arrived in this backward pass. After a change it never becomes 0,
+            because other gradients may come than the ranks agreed on: the message then starts at the end of the pass.
         started: whether the exchange has begun in this backward pass.
         arrivals: accumulations per backward pass before a gradient is packed, by parameter. More than one occurs only
             in a static graph whose modules run several times under reentrant checkpointing.
@@ -54,9 +55,8 @@ class MessageGradients(ABC):
         if not changed:
             self._trainable = [parameter.requires_grad for parameter in self.parameters]
         self.active = any(self._trainable)
-        self.missing = sum(
-            trainable and times > 0 for trainable, times in zip(self._trainable, self.arrivals, strict=True)
-        )
+        expected = (trainable and times > 0 for trainable, times in zip(self._trainable, self.arrivals, strict=True))
+        self.missing = len(self.parameters) + 1 if changed else sum(expected)
         self.started = False
 
     def _refuse_second(self, place: int) -> NoReturn:
@@ -168,7 +168,8 @@ class DenseGradients(MessageGradients):
 
         def note_and_pack() -> None:
             note()
-            self._pack([place])
+            if self.active:  # otherwise the gradient, perhaps a view of the buffer, is not exchanged in this pass
+                self._pack([place])
 
         return note_and_pack
 
@@ -205,9 +206,8 @@ class DenseGradients(MessageGradients):
         if self._packs_together:
             self._pack([place for place, filled in enumerate(self._filled) if filled])
         if self._changed:
-            # Unchanged ranks add at most 1 each, so any changed rank makes the sum negative. If all ranks changed, the
-            # sum still shows which parameters have gradients: see `_used_elsewhere`.
-            self._counts.add_(1.0).mul_(-self._world_size)
+            # Unchanged ranks add at most 1 each, so any changed rank makes the sum negative.
+            self._counts.fill_(-self._world_size)
         self.exchange.start()
 
     def finish(self) -> None:
@@ -253,9 +253,9 @@ class DenseGradients(MessageGradients):
         """Whether a parameter that got no gradient on this rank got one on another."""
         if not self.parameters[place].requires_grad:
             return False
-        count, size = float(self._result[self.message.numel + place]), self._world_size
-        # If all ranks changed, each rank without the gradient added -size, and each rank with it -2 * size.
-        return count > 0 or count < -size * (size + 0.5)
+        count = float(self._result[self.message.numel + place])
+        # After a change nothing is counted. Then a sum of zeros may be left out: ranks synchronize it again.
+        return count > 0 or (count < 0 and bool(self._sums[place].any()))
 
     def _fill_rest(self) -> None:
         for place, parameter in enumerate(self.parameters):

@@ -84,7 +84,8 @@ class Synchronizer(ABC):
         """Meet every live worker and leave with the same model: the average, weighted by samples since the last drain.
 
         All workers call this at the end of an epoch, before validation, before a checkpoint and at the end of training,
-        however many steps each has taken. Floating-point buffers are averaged too, and frozen parameters that differ.
+        however many steps each has taken. Floating-point and complex buffers are averaged too, and frozen parameters
+        that differ.
         Integer buffers stay local; where servers wait for all workers, all buffers become rank 0's.
         """
 

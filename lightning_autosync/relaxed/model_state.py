@@ -39,12 +39,12 @@ class ModelTensors:
         """
         trained = set(self.parameters)
         others = (parameter for parameter in self.module.parameters() if parameter not in trained)
-        return tuple(parameter for parameter in others if _has_mean(parameter) and can_travel(parameter))
+        return tuple(parameter for parameter in others if has_mean(parameter) and can_travel(parameter))
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """Persistent floating-point or complex buffers, which are averaged at barriers; counters have no average."""
-        return tuple(buffer for buffer in persistent_buffers(self.module).values() if _has_mean(buffer))
+        return tuple(buffer for buffer in persistent_buffers(self.module).values() if has_mean(buffer))
 
     @property
     def all(self) -> tuple[Tensor, ...]:
@@ -53,14 +53,14 @@ class ModelTensors:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The current persistent buffers, by their first name, whether or not the module's ``state_dict()`` has them."""
-    modules = dict(module.named_modules())
-
-    def is_persistent(name: str) -> bool:
+    """The current persistent buffers, by their first persistent name, even if ``state_dict()`` is without them."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    names: dict[Tensor, str] = {}
+    for name, buffer in module.named_buffers(remove_duplicate=False):
         path, _, own = name.rpartition(".")
-        return own not in modules[path]._non_persistent_buffers_set
-
-    return {name: buffer for name, buffer in module.named_buffers() if is_persistent(name)}
+        if own not in modules[path]._non_persistent_buffers_set:
+            names.setdefault(buffer, name)
+    return {name: buffer for buffer, name in names.items()}
 
 
 class UntrainedTensors(Mapping[str, Tensor]):
@@ -180,10 +180,11 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _is_average(name: str, value: object, parameter: Tensor) -> bool:
-    return name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape and _has_mean(value)
+    return name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape and has_mean(value)
 
 
-def _has_mean(tensor: Tensor) -> bool:
+def has_mean(tensor: Tensor) -> bool:
+    """Whether a tensor can be averaged: it is floating-point or complex."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

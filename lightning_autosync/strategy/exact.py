@@ -332,6 +332,12 @@ class ExactReplica(SynchronizedPasses):
         Ranks may have drawn other values for new parameters. All take rank 0's, as all parameters before training.
         """
         assert self._engine is not None
+        new = [name for name in self._current() if name not in self._planned]
+        if new and self._settings.fixed:  # not accepted, so that each later pass raises too
+            raise PlanError(
+                f"{self._settings.source}: groups: parameter '{new[0]}' was unfrozen or added, but is in no group "
+                f"({len(new)} such parameters); make the plan for the changed model, or do not give a plan"
+            )
         self._engine.changed = False
         broadcast_tensors([parameter.data for parameter in self._parameters.accept()], self._group)
         if self._covers():
@@ -356,12 +362,6 @@ class ExactReplica(SynchronizedPasses):
 
         The state of compressors is kept, except for variables with another compressor in the new plan.
         """
-        new = [name for name in self._current() if name not in self._planned]
-        if new and self._settings.fixed:
-            raise PlanError(
-                f"{self._settings.source}: groups: parameter '{new[0]}' was unfrozen or added, but is in no group "
-                f"({len(new)} such parameters); make the plan for the changed model, or do not give a plan"
-            )
         assert self._engine is not None
         enabled, expects, scale = self._engine.enabled, self._engine.expects, self._engine.loss_scale
         self._close_engine()

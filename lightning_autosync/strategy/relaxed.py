@@ -93,13 +93,7 @@ class RelaxedReplica(Replica):
     ) -> None:
         self._module, self._settings = module, settings
         self._resolution = found = resolve_together(settings, module, nodes, devices)
-        if not self._in_step:
-            check_module(module)
-        if ignored := getattr(module, IGNORED, ()):
-            raise PlanError(
-                f"model: {IGNORED} names '{next(iter(ignored))}', but mode '{self._mode}' averages all parameters and "
-                f"buffers; remove {IGNORED}, or use a plan that synchronizes gradients"
-            )
+        self._check_module()
         broadcast_tensors([tensor.data for tensor in (*module.parameters(), *module.buffers())])
         opened = open_mesh(found, settings, rank, job)
         self._mesh = opened.mesh
@@ -135,6 +129,15 @@ class RelaxedReplica(Replica):
             f"AutoSync: plan {found.plan.fingerprint} ({self._mode}, {size} ranks, "
             f"{bytes_text(found.workload.bytes)}): {found.reason}"
         )
+
+    def _check_module(self) -> None:
+        if not self._in_step:
+            check_module(self._module)
+        if ignored := getattr(self._module, IGNORED, ()):
+            raise PlanError(
+                f"model: {IGNORED} names '{next(iter(ignored))}', but mode '{self._mode}' averages all parameters and "
+                f"buffers; remove {IGNORED}, or use a plan that synchronizes gradients"
+            )
 
     @classmethod
     def for_trainer(

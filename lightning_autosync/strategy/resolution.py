@@ -97,7 +97,7 @@ def resolve(
     """
     if settings.error is not None:
         raise settings.error
-    _check_memory(module)
+    _check_parameters(module)
     cluster = _cluster(settings, nodes, devices)
     alternatives: Sequence[Alternative] = ()
     if isinstance(settings.plan, SyncPlan):
@@ -142,7 +142,7 @@ def checked_workload(
     """The workload of a module, after the checks of `resolve`, whose errors this raises too."""
     if settings.error is not None:
         raise settings.error
-    _check_memory(module)
+    _check_parameters(module)
     _cluster(settings, nodes, devices)
     return describe_by_rows(module, also)
 
@@ -173,12 +173,17 @@ def large_tables(module: nn.Module, also: Container[nn.Parameter] = ()) -> set[s
     }
 
 
-def _check_memory(module: nn.Module) -> None:
-    """Refuse parameters that cannot be written to, before a single rank fails at that and the others wait."""
+def _check_parameters(module: nn.Module) -> None:
+    """Refuse parameters that no rank can train, before a single rank fails and the others wait."""
     for name, parameter in module.named_parameters():
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise PlanError(
                 f"model: parameter '{name}' was expanded, so several of its elements share memory; clone() it first"
+            )
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise PlanError(
+                f"model: parameter '{name}' has an optimizer that steps within the backward pass, where gradients are "
+                "not synchronized yet; call the optimizer's step() after the pass instead"
             )
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -44,17 +45,27 @@ def _plan(module: nn.Module, builder: str, topology: str, size: int, **more: Any
 
 
 def gradients(
-    topology: str, uses: list[tuple[bool, bool]], compressor: str = "none"
+    topology: str, uses: list[tuple[bool, bool]], compressor: str = "none", noticed: Sequence[int] = (), **options: bool
 ) -> dict[str, list[float] | None] | None:
-    """Gradients after one step in which rank ``r`` uses the branches ``uses[r]``."""
+    """Gradients after one step in which rank ``r`` uses the branches ``uses[r]``.
+
+    The ranks in ``noticed`` notice a change before it, so that all ranks synchronize again.
+    """
     group = subgroup(len(uses))
     if group is None:
         return None
     torch.manual_seed(0)
     module = Branches()
     plan, cluster = _plan(module, "all_reduce", topology, len(uses), compressor=compressor)
-    with engine(module, plan, cluster, group):
+    with engine(module, plan, cluster, group, **options) as running:
         rank = dist.get_rank(group)
+        running.changed = rank in noticed
+
+        def follow() -> None:
+            running.changed = False
+            running.synchronize()
+
+        running.on_change = follow
         module(torch.full((1, 3), float(rank + 1)), *uses[rank]).backward()
         return {
             name: None if parameter.grad is None else parameter.grad.flatten().tolist()

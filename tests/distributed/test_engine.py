@@ -33,6 +33,19 @@ def test_parameters_unused_somewhere_get_the_mean_and_unused_everywhere_none(poo
         assert found["left.bias"] is not None
 
 
+@pytest.mark.parametrize(("topology", "noticed"), crossed(["native", "tree"], [[0], [1], [0, 2], [0, 1, 2]]))
+@pytest.mark.parametrize("as_views", [False, True])
+def test_ranks_may_notice_a_change_in_different_passes(pool, topology: str, noticed: list[int], as_views: bool) -> None:
+    options = {"noticed": noticed, "gradient_as_bucket_view": as_views}
+    uses = [(True, False), (False, True), (True, False)]
+    for found in pool.run(engine_calls.gradients, topology=topology, uses=uses, **options)[:3]:
+        assert found["left.bias"] == pytest.approx([2 / 3] * 2)
+        assert found["right.bias"] == pytest.approx([1 / 3] * 2)
+    for found in pool.run(engine_calls.gradients, topology=topology, uses=[(True, False)] * 3, **options)[:3]:
+        assert found["left.bias"] == pytest.approx([1.0] * 2)
+        assert found["right.bias"] is None
+
+
 @pytest.mark.parametrize("topology", [name for name in topologies.names() if not topologies.find(name).rows_only])
 def test_accumulated_gradients_are_averaged_once(pool, topology: str) -> None:
     for gaps in pool.run(engine_calls.accumulated, topology=topology):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -400,3 +401,9 @@ class AllFrozen(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
+
+
+class StepsEarly(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        _apply_optimizer_in_backward(torch.optim.SGD, self.parameters(), {"lr": 0.1})

@@ -16,12 +16,15 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import fabric as fabric_module
+from lightning_autosync.strategy import replica_comparison
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
+from lightning_autosync.workload import describe
 
 
 class Fails(torch.autograd.Function):
@@ -78,6 +81,33 @@ def caught(ddp: bool) -> str:
     return "none"
 
 
+def thawed_late(layer: int, kept: bool, **strategy: Any) -> float:
+    """The largest gap of a gradient to the mean, in passes of which the last one follows the end of a layer's freeze.
+
+    Args:
+        layer: place of the layer, which trains in the first pass. Ranks then no longer compare before each pass.
+        kept: whether gradients are set to zero, and not to None.
+    """
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    inputs, gap = torch.full((1, 2), dist.get_rank() + 1.0), 0.0
+    with mock.patch.object(replica_comparison, "CALM", 2):
+        replica = ExactReplica(module, StrategySettings(**strategy), 1, 2)
+        for step in range(6):
+            module[layer].requires_grad_(step in (0, 5))
+            module.zero_grad(set_to_none=not kept)
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            means = torch.autograd.grad(module(inputs).sum(), trained)
+            with replica.backward():
+                module(inputs).sum().backward()
+            for parameter, mean in zip(trained, means, strict=True):
+                dist.all_reduce(mean)
+                gap = max(gap, float((parameter.grad - mean / 2).abs().max()))  # type: ignore[operator]
+    dist.barrier()
+    replica.close()
+    return gap
+
+
 def draw_new(module: Changing) -> None:
     """Replace a layer and add one; each rank draws its own weights."""
     torch.manual_seed(dist.get_rank())
@@ -92,6 +122,25 @@ def new_layers(**strategy: Any) -> float:
     module = Changing(draw_new, [0, 1])
     make_trainer(AutoSyncStrategy(check_replicas=0, **strategy)).fit(module)
     return apart(module)
+
+
+def unplanned() -> list[str]:
+    """How each pass's error begins under Fabric with a user's plan, if all ranks add a layer before the second."""
+    layers = nn.Sequential(nn.Linear(1, 1, bias=False))
+    plan = builders.all_reduce(describe(layers), ClusterSpec.uniform(1, 2))
+    fabric = make_fabric(AutoSyncFabricStrategy(plan=plan))
+    wrapped = fabric.setup_module(layers)
+    found = []
+    for step in range(4):
+        if step == 1:
+            layers.append(nn.Linear(1, 1, bias=False))
+        try:
+            fabric.backward(wrapped(torch.ones(1, 1)).sum())
+            found.append("none")
+        except AutoSyncError as error:
+            found.append(f"{type(error).__name__}: {error}".partition(",")[0])
+    fabric.strategy.teardown()
+    return found
 
 
 def change_before_a_collective(kind: str) -> str:

@@ -235,6 +235,11 @@ def test_nothing_to_train(duo) -> None:
     same_error(duo.run(jobs.error_of, model="AllFrozen"), "WorkloadError", "no trainable parameter")
 
 
+def test_optimizers_that_step_within_the_backward_pass_are_refused(duo) -> None:
+    found = duo.run(jobs.error_of, model="StepsEarly")
+    same_error(found, "PlanError", "parameter 'body.weight' has an optimizer that steps within the backward pass")
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("torch", "1.0"), ("lightning-autosync", "9"), ("the plan's format", "autosync-plan/2")]
 )

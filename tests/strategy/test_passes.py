@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pass_jobs
 import pytest
+from sweeps import crossed
 
 
 @pytest.mark.parametrize("plan", ["all_reduce", "packed_trees"])
@@ -18,9 +21,25 @@ def test_a_forward_pass_after_a_failed_backward_pass_raises_as_under_ddp(duo) ->
         assert ours.startswith("ExchangeError: an earlier backward pass failed on this rank")
 
 
+@pytest.mark.parametrize(
+    ("layer", "kept", "strategy"),
+    crossed(
+        [(0, False), (2, False), (2, True)],
+        [{"plan": "all_reduce"}, {"plan": "packed_trees"}, {"plan": "all_reduce", "gradient_as_bucket_view": True}],
+    ),
+)
+def test_no_gradient_is_lost_when_a_layer_trains_again(duo, layer: int, kept: bool, strategy: dict[str, Any]) -> None:
+    assert max(duo.run(pass_jobs.thawed_late, layer=layer, kept=kept, **strategy)) < 1e-6
+
+
 @pytest.mark.parametrize("strategy", [{}, {"plan": "all_reduce", "overlap": "step"}])
 def test_new_layers_are_made_equal(duo, strategy: dict[str, str]) -> None:
     assert duo.run(pass_jobs.new_layers, **strategy) == [0.0, 0.0]
+
+
+def test_a_parameter_that_a_users_plan_lacks_is_refused_in_each_pass(duo) -> None:
+    expected = ["none", *["PlanError: plan: groups: parameter '1.weight' was unfrozen or added"] * 3]
+    assert duo.run(pass_jobs.unplanned) == [expected] * 2
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "barrier", "broadcast"])

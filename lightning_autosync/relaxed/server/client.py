@@ -16,6 +16,7 @@ from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.servers import ServerLayout, Shard
 from lightning_autosync.plan.spec import Consistency
 from lightning_autosync.relaxed.base import Drain, Synchronizer
+from lightning_autosync.relaxed.model_state import has_mean
 from lightning_autosync.relaxed.server.gradients import Gradients, pack_gradients
 from lightning_autosync.relaxed.server.node import NodeExchange
 from lightning_autosync.relaxed.server.optimizer import OptimizerRule, check, hyperparameters, join
@@ -106,8 +107,8 @@ class ParameterServer(Synchronizer):
         optimizer: an elementwise optimizer of `torch.optim`. It defines the servers' update and never steps itself.
         consistency: a consistency of mode ``synchronous``, ``bounded_staleness`` or ``asynchronous``.
         buffers: names and buffers, and perhaps frozen parameters; rank 0's at the start. At barriers, floating-point
-            ones are averaged, frozen parameters over the workers that changed them. In synchronous mode, all buffers
-            follow rank 0, as in DDP.
+            and complex ones are averaged, frozen parameters over the workers that changed them. In synchronous mode,
+            all buffers follow rank 0, as in DDP.
         nodes: the workers of each node; needed if the layout aggregates inside nodes.
         overlap: whether to push a shard as soon as backward has completed it. Gradients must then not change (by
             clipping or unscaling) before `step`.
@@ -426,14 +427,14 @@ class ParameterServer(Synchronizer):
 
     def _carried_buffers(self) -> dict[str, Part]:
         """Tensors to send at a barrier: in synchronous mode rank 0's buffers, as in DDP, otherwise all floating-point
-        buffers, and the frozen parameters that this worker has changed.
+        and complex buffers, and the frozen parameters that this worker has changed.
         """
         sums = self._frozen_sums()
         if self._consistency.mode == "synchronous":
             chosen = [name for name in self._buffers if self._mesh.rank == 0 and name not in sums]
         else:
             kept = {name for name, number in sums.items() if number == self._sums[name]}
-            chosen = [name for name, one in self._buffers.items() if one.is_floating_point() and name not in kept]
+            chosen = [name for name, one in self._buffers.items() if has_mean(one) and name not in kept]
         return {f"buffer.{name}": self._buffers[name] for name in chosen}
 
     def _frozen_sums(self) -> dict[str, int]:

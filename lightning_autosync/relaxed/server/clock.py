@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_autosync.documents import describe_validation_error
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.servers import Shard
+from lightning_autosync.relaxed.model_state import has_mean
 from lightning_autosync.relaxed.server.gradients import Gradients, are_places, unpack_gradients
 from lightning_autosync.relaxed.server.optimizer import Hyperparameters, check_settings
 from lightning_autosync.relaxed.transport.messages import Mail
@@ -148,12 +149,12 @@ def _average(given: Sequence[tuple[int, Tensor]]) -> Tensor:
     # Workers without samples are left out: 0 times an infinity, as in a mask, would be NaN.
     given = [pair for pair in given if pair[0]] or given
     first = given[0][1]
-    if len(given) == 1 or not first.is_floating_point():
+    if len(given) == 1 or not has_mean(first):
         return first.clone()
     total = sum(samples for samples, _ in given)
-    mean = torch.zeros_like(first, dtype=torch.float64)
+    mean = torch.zeros_like(first, dtype=torch.complex128 if first.is_complex() else torch.float64)
     for samples, tensor in given:
-        mean += (samples / total if total else 1 / len(given)) * tensor.double()
+        mean += (samples / total if total else 1 / len(given)) * tensor.to(mean.dtype)
     return mean.to(first.dtype)
 
 

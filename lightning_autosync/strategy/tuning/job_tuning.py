@@ -156,10 +156,25 @@ class JobTuning:
             ExchangeError: ranks cannot connect to each other.
         """
         engine = self._open_first(open_engine)
-        found = self.resolution
-        if not found.alternatives or self._group is not None:
+        if not self.resolution.alternatives or self._group is not None:
             self._record(engine)
             return engine
+        try:
+            self._begin_trials(engine, open_engine, reserve, use)
+        except BaseException:
+            engine.close()
+            self.close()
+            raise
+        return engine
+
+    def _begin_trials(
+        self,
+        engine: Engine,
+        open_engine: Callable[..., Engine],
+        reserve: Callable[..., Resources],
+        use: Callable[[Engine], None],
+    ) -> None:
+        found = self.resolution
         assert self._settings.tuning is not None
         assert self._preparation is not None
         # Compiled now, so that no step has to wait for it; and so are their fingerprints, which ranks compare.
@@ -192,7 +207,6 @@ class JobTuning:
             overlaps,
             watches=self._meter is not None,
         )
-        return engine
 
     def _prices(self) -> PlanPrices | None:
         """Predictions to be made during training; None where an earlier job has measured the plan."""

@@ -32,13 +32,15 @@ RULES: list[tuple[Any, dict[str, float], bool]] = [
 
 
 class Student(nn.Module):
-    """A trained layer, an average of it, and a layer that nothing changes."""
+    """A trained layer, an average of it, a layer that nothing changes, and complex tensors that code changes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.average, self.fixed = (nn.Linear(3, 2) for _ in range(3))
         self.average.requires_grad_(False)
         self.fixed.requires_grad_(False)
+        self.wave = nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False)
+        self.register_buffer("spectrum", torch.zeros(2, dtype=torch.complex64))
 
 
 def opened(mode: str, mesh: Any, module: nn.Module, optimizer: Any) -> Any:
@@ -49,7 +51,7 @@ def opened(mode: str, mesh: Any, module: nn.Module, optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["partial_reduce", "periodic", "asynchronous"])
 def test_changed_ones_are_averaged_and_others_are_left_alone(mode: str) -> None:
-    def play(mesh: Mesh) -> list[Tensor]:
+    def play(mesh: Mesh) -> dict[str, Tensor]:
         module = Student()
         optimizer = SGD(module.layer.parameters(), lr=0.1)
         running = opened(mode, mesh, module, optimizer)
@@ -59,17 +61,21 @@ def test_changed_ones_are_averaged_and_others_are_left_alone(mode: str) -> None:
             parameter.grad = torch.full_like(parameter, mesh.rank + 1.0)
         running.step(optimizer, SAMPLES[mesh.rank])
         module.average.weight.data.fill_(mesh.rank + 1.0)
+        for changed in (module.wave.data, module.spectrum):
+            changed.fill_(complex(mesh.rank + 1.0, mesh.rank - 1.0))
         running.finish()
         running.drain()
         assert torch.equal(module.fixed.weight, fixed)
         running.close()
-        return list(module.parameters())
+        return dict(module.state_dict())
 
     first, *others = together(RANKS, play)
     for other in others:
-        assert all(map(torch.equal, first, other))
+        assert all(torch.equal(first[name], other[name]) for name in first)
     mean = sum(count * (rank + 1) for rank, count in enumerate(SAMPLES)) / sum(SAMPLES)
-    torch.testing.assert_close(first[2], torch.full((2, 3), mean))
+    torch.testing.assert_close(first["average.weight"], torch.full((2, 3), mean))
+    for name in ("wave", "spectrum"):
+        torch.testing.assert_close(first[name], torch.full((2,), complex(mean, mean - 2.0)))
 
 
 @pytest.mark.parametrize(("rule", "options", "further"), RULES)

@@ -120,6 +120,16 @@ def test_buffers_are_those_that_the_module_has_now() -> None:
         kept["cache"]
 
 
+def test_a_buffer_that_one_of_its_modules_saves_counts() -> None:
+    unsaved, saved = nn.Module(), nn.Module()
+    unsaved.register_buffer("mean", torch.ones(2), persistent=False)
+    saved.register_buffer("mean", unsaved.mean)
+    module = nn.ModuleList([unsaved, saved, saved])
+    kept = UntrainedTensors(module)
+    assert list(kept) == ["1.mean"]
+    assert kept["1.mean"] is ModelTensors.of(module).buffers[0] is saved.mean
+
+
 class Filtered(Mixed):
     """Leaves out a part of itself from checkpoints, as adapters do."""
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import nn
 
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.errors import OpeningError
+from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning import job_tuning
 from lightning_autosync.strategy.tuning.job_tuning import TRIAL_CONNECT_TIMEOUT, JobTuning
+from lightning_autosync.strategy.tuning.settings import TuningSettings
 
 
 @dataclass
@@ -49,3 +53,18 @@ def test_the_engine_that_failed_is_gone_before_the_next_one_is_opened(
 
     assert tuning._open_first(open_engine) == ("native", None)
     assert tuning._fell_back
+
+
+def test_an_error_before_the_first_step_leaves_no_engine_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = JobTuning(nn.Linear(1, 1), StrategySettings(tuning=TuningSettings()), 1, 2, None, None)
+    tuning._resolution, tuning._preparation = mock.Mock(alternatives=[mock.Mock()]), mock.Mock()
+    engine = mock.Mock()
+    monkeypatch.setattr(job_tuning, "compile_plan", mock.Mock())
+    monkeypatch.setattr(job_tuning.dist, "new_group", mock.Mock(return_value="group"))
+    monkeypatch.setattr(job_tuning, "LiveTuner", mock.Mock(side_effect=MemoryError))
+    destroyed = mock.Mock()
+    monkeypatch.setattr(job_tuning.dist, "destroy_process_group", destroyed)
+    with pytest.raises(MemoryError):
+        tuning.start(mock.Mock(return_value=engine), mock.Mock(), mock.Mock())
+    engine.close.assert_called_once_with()
+    destroyed.assert_called_once_with("group")
