@@ -74,7 +74,7 @@ def _small_work() -> float:
 
         def work() -> None:
             with torch.enable_grad():
-                torch.stack([parameter.sum() for parameter in parameters]).sum().backward()  # type: ignore[no-untyped-call]
+                torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
             for parameter in parameters:
                 parameter.grad = None
                 one.sendall(payload)
