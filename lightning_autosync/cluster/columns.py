@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 from scipy.sparse import csc_array, diags_array, hstack, vstack
 
 from lightning_autosync.errors import ClusterError
@@ -97,6 +96,8 @@ def _filled(loads: csc_array, capacities: Vector) -> csc_array:
 
 
 def _optimize(costs: Vector, rows: csc_array, limits: Vector) -> Any:
+    from scipy.optimize import linprog  # late: it takes long to import
+
     result = linprog(costs, A_ub=rows, b_ub=limits, method="highs")
     if not result.success:
         raise ClusterError(f"tree packing: the linear program failed: {result.message}")

