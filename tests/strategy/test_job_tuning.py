@@ -111,6 +111,13 @@ def test_plans_are_tried_on_steps_that_overlap(duo) -> None:
         assert sum(found["overlapped"]) > 0.9 * len(found["overlapped"]) > 10
 
 
+def test_steps_that_overlap_wait_for_predictions_of_rank_0_only_at_their_end(duo) -> None:
+    """Elsewhere, ranks may be at different places of their programs, and wait for each other in collective calls."""
+    for found in duo.run(tuning_jobs.taken_predictions):
+        assert found["taken"] == [False]
+        assert any(found["overlapped"])
+
+
 @pytest.mark.parametrize("options", [{}, {"overlap": "step"}], ids=str)
 def test_fabric_equals_ddp_with_many_switches(duo, options: dict[str, Any]) -> None:
     for found in duo.run(tuning_jobs.fabric, **options):

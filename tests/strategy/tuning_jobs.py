@@ -201,6 +201,22 @@ def overlapping_trials() -> dict[str, Any]:
     return {**found, "overlapped": overlapped}
 
 
+def taken_predictions() -> dict[str, list[bool]]:
+    """Whether passes with ``overlap="step"`` ended their backward pass without a wait: all of them, and those at whose
+    end ranks took rank 0's predictions."""
+    overlapped, taken, after_pass = list[bool](), list[bool](), LiveTuner.after_pass
+
+    def note(self: LiveTuner) -> str:
+        known, reason = self._tuner.priced, after_pass(self)
+        overlapped.append(self.trace.overlapped)
+        taken.extend([self.trace.overlapped] * (self._tuner.priced and not known))
+        return reason
+
+    with mock.patch.object(LiveTuner, "after_pass", note), hurrying():
+        jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT, overlap="step"))
+    return {"overlapped": overlapped, "taken": taken}
+
+
 def fabric(**options: Any) -> dict[str, Any]:
     """Like `compare`, with Fabric and plain backward passes."""
     with counted_switches() as switches:
