@@ -304,6 +304,18 @@ class ClusterSpec(Document):
         ]
         return self._replace(links=links, local_bandwidth=self.local_bandwidth * factor)
 
+    def without_addresses(self) -> ClusterSpec:
+        """The same cluster, of whose nodes and interfaces no address is known."""
+        nodes = [
+            {
+                **node.model_dump(),
+                "address": None,
+                "interfaces": [{**one.model_dump(), "address": None} for one in node.interfaces],
+            }
+            for node in self.nodes
+        ]
+        return self._replace(nodes=nodes)
+
     def as_emulated(self) -> ClusterSpec:
         """The same cluster as emulated on one machine.
 

@@ -165,3 +165,10 @@ def test_no_plan_over_interfaces_is_faster_than_the_bound(spec: ClusterSpec, dat
         interfaces = data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=2))
         loads += link_graph.load_rows(ways, interfaces).toarray().sum(axis=0) / count
     assert max(loads / link_graph.capacities) >= (1 - 1e-6) / synchronization_rate(spec)
+
+
+HERE = [("10.0.0.1", "10.1.0.1"), ("10.0.0.2", "10.1.0.2"), ("10.0.0.3", "10.1.0.3")]
+
+
+def test_a_cluster_without_addresses() -> None:
+    assert two_interfaces([MB] * 3, [MB] * 3, HERE).without_addresses() == two_interfaces([MB] * 3, [MB] * 3)
