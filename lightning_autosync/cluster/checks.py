@@ -56,11 +56,11 @@ def check_links(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[
 
 def check_connected(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
     """Raise ``ValueError`` if a node or a switch cannot be reached from the first node."""
-    if stranded := _stranded(nodes, switches, links):
-        raise ValueError(f"links: no path from '{nodes[0].name}' to {', '.join(map(repr, stranded))}")
+    if lost := stranded(nodes, switches, links):
+        raise ValueError(f"links: no path from '{nodes[0].name}' to {', '.join(map(repr, lost))}")
 
 
-def _stranded(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> list[str]:
+def stranded(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> list[str]:
     """Names of the nodes and switches to which no links lead from the first node."""
     names = [*(node.name for node in nodes), *switches]
     places = {name: place for place, name in enumerate(names)}
@@ -121,7 +121,7 @@ def check_paths(cluster: ClusterSpec) -> None:
     for interface in range(cluster.interface_count):
         usable = [link for link in cluster.links if cluster.carries(interface, link)]
         nodes = {node.name for node in cluster.nodes}
-        if lost := [name for name in _stranded(cluster.nodes, cluster.switches, usable) if name in nodes]:
+        if lost := [name for name in stranded(cluster.nodes, cluster.switches, usable) if name in nodes]:
             raise ValueError(
                 f"nodes: no path from interface {interface} of '{cluster.nodes[0].name}' to interface {interface} of "
                 f"{', '.join(map(repr, lost))}; list interfaces of one network at the same place in each node"

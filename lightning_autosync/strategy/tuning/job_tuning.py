@@ -21,7 +21,13 @@ from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import Schedule, compile_plan
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.log import rank_zero_info
-from lightning_autosync.strategy.resolution import Resolution, fall_back, memory_fault, resolve_together
+from lightning_autosync.strategy.resolution import (
+    Resolution,
+    fall_back,
+    memory_fault,
+    resolve_together,
+    with_connected_interfaces,
+)
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
@@ -112,6 +118,7 @@ class JobTuning:
         Raises:
             DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
         """
+        self._settings = with_connected_interfaces(self._settings, self._group)
         self._preparation = found = self._prepare(also)
         settings = self._settings if found is None else replace(self._settings, cluster=found.links.cluster)
         resolution = resolve_together(
