@@ -33,7 +33,7 @@ from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.pass_times import NOTES
-from lightning_autosync.strategy.tuning.preparation import Preparation, prepare, remember
+from lightning_autosync.strategy.tuning.preparation import Preparation, forget, prepare, remember
 from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
 from lightning_autosync.strategy.tuning.report import MeasuredSteps, TrialReport, TuningReport
@@ -215,13 +215,16 @@ class JobTuning:
 
     def _open_first(self, open_engine: Callable[..., Engine]) -> Engine:
         # After a change of the links, training has begun and waits.
-        timeout = TRIAL_CONNECT_TIMEOUT if self._changes else CONNECT_TIMEOUT
+        timeout, self._fell_back = TRIAL_CONNECT_TIMEOUT if self._changes else CONNECT_TIMEOUT, False
         try:
             return open_engine(self.resolution.schedule, timeout)
         except OpeningError as error:  # on every rank
             self._resolution = found = fall_back(self.resolution, error)
             self._fell_back = True
             rank_zero_info(f"AutoSync: plan {found.plan.fingerprint} instead: {found.reason}")
+            if self._preparation is not None and dist.get_rank(self._group) == 0:
+                assert self._settings.tuning is not None
+                forget(self._preparation, self._settings.tuning.cache)
         # Not in the handler: the error's traceback keeps the buffers of the engine that could not be opened.
         return open_engine(found.schedule, timeout)
 
