@@ -18,6 +18,7 @@ from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.errors import OpeningError
+from lightning_autosync.measure.probe.description import check_places
 from lightning_autosync.plan import Schedule, compile_plan
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.log import rank_zero_info
@@ -35,7 +36,7 @@ from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.pass_times import NOTES
 from lightning_autosync.strategy.tuning.preparation import Preparation, forget, prepare, remember
 from lightning_autosync.strategy.tuning.prices import PlanPrices
-from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
+from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_cluster, changed_links, find_links
 from lightning_autosync.strategy.tuning.report import MeasuredSteps, TrialReport, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
 
@@ -355,13 +356,18 @@ class JobTuning:
         assert tuning is not None
         assert self.links is not None
         begin = time.monotonic()
-        found = find_links(None, *self._shape, tuning.probe, self._settings.timeout)
-        changes = [] if found.fault else changed_links(self.links.cluster, found.cluster)
+        found, known = find_links(None, *self._shape, tuning.probe, self._settings.timeout), self.links.cluster
+        # Ranks do not move while they run. So the description groups them in another way, and a comparison of the rates
+        # would tell nothing.
+        fault = found.fault or " ".join(check_places(known, found.cluster))
+        changes = [] if fault else changed_links(known, found.cluster)
+        which = "They" if known.interface_count == 1 else "Those of the first interface, which alone are measured,"
         self._checks.append(
             f"links were measured again in {time.monotonic() - begin:.1f} s, because {reason}. "
-            + (" ".join(changes) or found.fault or "They have not changed.")
+            + (" ".join(changes) or fault or f"{which} have not changed.")
         )
         rank_zero_info(f"AutoSync: {self._checks[-1]}")
         if changes:
-            self.links, self._changes = found, self._changes + 1
+            self.links = replace(found, cluster=changed_cluster(known, found.cluster))
+            self._changes += 1
         return bool(changes)
