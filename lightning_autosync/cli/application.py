@@ -140,13 +140,36 @@ def run_verb(verb: str) -> None:
 
 def _run(verb: str) -> None:
     import hydra
-    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import CompactHydraException
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     from lightning_autosync.cluster import configuration_directory
+
+    application = _application(verb)
+    # This variable makes Hydra raise errors, such as a full disk, instead of printing a traceback and exiting.
+    given = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = given or "1"
+    try:
+        interrupts.raise_again()
+        hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
+    except (CompactHydraException, OmegaConfBaseException) as error:
+        if interrupts.received():
+            raise
+        cause = error.__cause__
+        print(error, *([cause] if isinstance(cause, OmegaConfBaseException) else []), sep="\n", file=sys.stderr)
+        sys.exit(getattr(error, "status", 1))
+    finally:
+        if given is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = given
+
+
+def _application(verb: str) -> Callable[[Any], Any]:
+    """What Hydra calls with the composed configuration: the verb's function, with its errors handled."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
     function: Callable[[dict[str, Any], Path], Any] = getattr(import_module(f"lightning_autosync.cli.{verb}"), verb)
 
@@ -166,23 +189,7 @@ def _run(verb: str) -> None:
             # Exit here, since Hydra would print the overrides before the message.
             _exit_with(verb, error)
 
-    # This variable makes Hydra raise errors, such as a full disk, instead of printing a traceback and exiting.
-    given = os.environ.get(FULL_ERROR)
-    os.environ[FULL_ERROR] = given or "1"
-    try:
-        interrupts.raise_again()
-        hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
-    except (CompactHydraException, OmegaConfBaseException) as error:
-        if interrupts.received():
-            raise
-        cause = error.__cause__
-        print(error, *([cause] if isinstance(cause, OmegaConfBaseException) else []), sep="\n", file=sys.stderr)
-        sys.exit(getattr(error, "status", 1))
-    finally:
-        if given is None:
-            del os.environ[FULL_ERROR]
-        else:
-            os.environ[FULL_ERROR] = given
+    return application
 
 
 def _one_line(error: AutoSyncError | OSError) -> str:

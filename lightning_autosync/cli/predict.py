@@ -90,11 +90,16 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
         _print_gain(_predict_gain(settings), directory)
         return
     if is_path(settings.plan) and HybridPlan.is_in(settings.plan):
-        _refuse(settings, ("workload", "model", "arguments", "constants"), "not for a plan that splits operators")
+        _refuse(
+            settings,
+            ("workload", "model", "arguments", "constants", "search_seconds", "batch_size", "micro_batch"),
+            "not for a plan that splits operators",
+        )
         print(_predict_hybrid(settings.plan, settings, directory), end="")
         print(f"{directory}: result.json, mesh.svg")
         return
     _refuse(settings, ("module", "rates"), "only for a plan that splits operators")
+    _refuse(settings, ("search_seconds",), "only without plan=")
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     constants = _constants(settings)
     plan = _plan(settings.plan, settings.arguments, workload, cluster)
@@ -106,7 +111,7 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
 def _refuse(settings: PredictSettings, names: tuple[str, ...], why: str) -> None:
     """Refuse settings that the prediction would ignore; ``why`` says which prediction they are for."""
     for name in names:
-        if getattr(settings, name):
+        if getattr(settings, name) != PredictSettings.model_fields[name].get_default(call_default_factory=True):
             raise DocumentError(f"{name}: {why}; leave {name} out")
 
 

@@ -317,6 +317,38 @@ class ClusterSpec(Document):
         ]
         return self._replace(links=links, local_bandwidth=self.local_bandwidth * factor)
 
+    def without_addresses(self) -> ClusterSpec:
+        """The same cluster, of whose nodes and interfaces no address is known."""
+        nodes = [
+            {
+                **node.model_dump(),
+                "address": None,
+                "interfaces": [{**one.model_dump(), "address": None} for one in node.interfaces],
+            }
+            for node in self.nodes
+        ]
+        return self._replace(nodes=nodes)
+
+    def with_interfaces(self, count: int) -> ClusterSpec:
+        """The same cluster with the first ``count`` (at least 1) interfaces of each node and what these lead to."""
+        nodes = [node.model_copy(update={"interfaces": node.interfaces[:count]}) for node in self.nodes]
+        kept = {
+            node.name: {end for interface in node.interfaces for end in interface.links}
+            for node in nodes
+            if node.interfaces
+        }
+        links = [
+            link
+            for link in self.links
+            if link.b in kept.get(link.a, (link.b,)) and link.a in kept.get(link.b, (link.a,))
+        ]
+        lost = set(stranded(nodes, self.switches, links))
+        return self._replace(
+            nodes=[node.model_dump() for node in nodes],
+            switches=[switch for switch in self.switches if switch not in lost],
+            links=[link.model_dump() for link in links if not {link.a, link.b} & lost],
+        )
+
     def as_emulated(self) -> ClusterSpec:
         """The same cluster as emulated on one machine.
 

@@ -180,17 +180,26 @@ class Resources:
     def _connect(
         self, schedule: Schedule, cluster: ClusterSpec | None, address: str | None
     ) -> dict[Peer, socket.socket]:
-        """Open the connections of all trees, interface by interface."""
-        own = {
-            interface: interface_address(cluster, self._rank, interface) if interface else address
-            for interface in schedule.interfaces
-        }
+        """Open the connections of all trees, interface by interface.
+
+        Raises:
+            PlanError: (on every rank) a rank knows no address of one of these interfaces.
+        """
+        further = [interface for interface in schedule.interfaces if interface]
+        found = {interface: interface_address(cluster, self._rank, interface) for interface in further}
+        lacks = [(interface, where) for interface, (own, where) in found.items() if own is None]
+        for lack in filter(None, gather_json(lacks, self._control) if further else []):
+            interface, where = lack[0]
+            raise PlanError(
+                f"{where}: missing; trees of the plan connect the ranks over interface {interface} of their nodes"
+            )
+        own = {0: address} | {interface: place for interface, (place, _) in found.items()}
         sockets: dict[Peer, socket.socket] = {}
         with ExitStack() as opened:
-            for interface, place in own.items():
+            for interface in schedule.interfaces:
                 edges = schedule.tree_edges(interface)
-                found = connect_pairs(edges, self._control, place, self._connect_timeout, interface)
-                for rank, connection in found.items():
+                pairs = connect_pairs(edges, self._control, own[interface], self._connect_timeout, interface)
+                for rank, connection in pairs.items():
                     sockets[Peer(rank, interface)] = opened.enter_context(connection)
             opened.pop_all()
         return sockets
@@ -306,22 +315,30 @@ class Resources:
             self._kept.setdefault(message.name, {}).update(kept)
 
 
-def interface_address(cluster: ClusterSpec | None, rank: int, interface: int) -> str:
+def interface_address(cluster: ClusterSpec | None, rank: int, interface: int) -> tuple[str | None, str]:
     """The address of a further interface of this rank's node, as the cluster or this process's launch tells it.
 
-    Raises:
-        PlanError: neither tells the address; every rank raises it if the cluster lacks that of any node.
+    Returns:
+        The address, or None if it is unknown, and the field where it is missing.
     """
     addresses = [] if cluster is None else [node.interfaces[interface].address for node in cluster.nodes]
     if cluster is not None and None not in addresses:
-        return str(addresses[cluster.rank_nodes[rank]])
-    told = os.environ.get(ADDRESSES, "").split(",")
-    if interface < len(told):
-        return told[interface]
-    where = "cluster"
-    if cluster is not None:
-        where = f"cluster '{cluster.name}': nodes[{addresses.index(None)}].interfaces[{interface}].address"
-    raise PlanError(f"{where}: missing; trees of the plan connect the ranks over interface {interface} of their nodes")
+        return addresses[cluster.rank_nodes[rank]], ""
+    told = [address.strip() for address in os.environ.get(ADDRESSES, "").split(",")]
+    if interface < len(told) and told[interface]:
+        return told[interface], ""
+    if cluster is None:
+        return None, "cluster"
+    return None, f"cluster '{cluster.name}': nodes[{addresses.index(None)}].interfaces[{interface}].address"
+
+
+def connected_interfaces(cluster: ClusterSpec, rank: int) -> tuple[int, str]:
+    """Number of interfaces that plans can use, and the field of the first address that is missing; empty if none is."""
+    for interface in range(1, cluster.interface_count):
+        address, where = interface_address(cluster, rank, interface)
+        if address is None:
+            return interface, where
+    return cluster.interface_count, ""
 
 
 def _is_plain(message: Message) -> bool:

@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import counted
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.exchanges.shared_memory import sharing_fault
 from lightning_autosync.engine.replicas import require_equal_structures
+from lightning_autosync.engine.resources import connected_interfaces
 from lightning_autosync.errors import ClusterError, OpeningError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
+from lightning_autosync.ports import ADDRESSES
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.settings import StrategySettings, check_semantics, reason_of_given
@@ -115,6 +119,27 @@ def resolve(
     if plan.has_schedule:
         schedule = compile_plan(plan, workload, cluster, settings.source, two_level_collectives)
     return Resolution(workload, cluster, plan, schedule, reason, alternatives)
+
+
+def with_connected_interfaces(settings: StrategySettings, group: dist.ProcessGroup | None) -> StrategySettings:
+    """The settings, without the network interfaces over which ranks cannot connect; collective.
+
+    They cannot if a rank does not know its address there. With a plan from the user all interfaces stay: if the plan
+    needs them, that is an error.
+    """
+    cluster = settings.cluster
+    if cluster is None or settings.plan is not None or cluster.interface_count == 1:
+        return settings
+    if cluster.world_size != dist.get_world_size(group):
+        return settings  # which `resolve` refuses
+    count, missing = min(gather_json(connected_interfaces(cluster, dist.get_rank(group)), group))
+    if count == cluster.interface_count:
+        return settings
+    rank_zero_warn(
+        f"{missing}: missing, so plans use {counted(count, 'network interface')} of each node, not "
+        f"{cluster.interface_count}; give the address, or set {ADDRESSES} on each host"
+    )
+    return replace(settings, cluster=cluster.with_interfaces(count))
 
 
 def fall_back(resolution: Resolution, error: OpeningError) -> Resolution:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.ports import ADDRESSES
 from lightning_autosync.workload import describe, variable_names
 
 ELEMENTS = 50_001
@@ -78,3 +81,10 @@ def refused(plan: dict[str, Any], cluster: dict[str, Any]) -> str | None:
         return None if summed(plan, cluster) is None else "no error"
     except AutoSyncError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def refused_with(addresses: list[str], plan: dict[str, Any], cluster: dict[str, Any]) -> str | None:
+    """Like `refused`, with the environment variable by which each rank knows its addresses."""
+    own = addresses[dist.get_rank()] if dist.get_rank() < len(addresses) else ""
+    with mock.patch.dict(os.environ, {ADDRESSES: own}):
+        return refused(plan, cluster)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tuning_jobs
+from clusters import two_interfaces
 from sweeps import sweep
 
 from lightning_autosync.search.memory import TuningCache
@@ -109,6 +110,26 @@ def test_plans_are_tried_on_steps_that_overlap(duo) -> None:
         assert found["distance"] < 1e-5
         assert found["switches"] >= 10
         assert sum(found["overlapped"]) > 0.9 * len(found["overlapped"]) > 10
+
+
+def test_steps_that_overlap_wait_for_predictions_of_rank_0_only_at_their_end(duo) -> None:
+    """Elsewhere, ranks may be at different places of their programs, and wait for each other in collective calls."""
+    for found in duo.run(tuning_jobs.taken_predictions):
+        assert found["taken"] == [False]
+        assert any(found["overlapped"])
+
+
+@pytest.mark.parametrize("options", [{"tuning": asdict(tuning_jobs.SHORT)}, {"tuning": "off"}], ids=["tuning", "off"])
+def test_a_job_does_without_interfaces_that_have_no_address(duo, options: dict[str, Any]) -> None:
+    cluster = two_interfaces([1e8] * 2, [1e8] * 2, [("127.0.0.1", "127.0.0.1"), ("127.0.0.1",)]).to_dict()
+    for found in duo.run(tuning_jobs.without_addresses, cluster=cluster, **options):
+        assert found["distance"] < 1e-5
+        assert found["interfaces"] in ([], [0])
+        assert found["nodes"] == 2
+        (told,) = found["warned"]
+        assert told.startswith(
+            "cluster 'two_interfaces': nodes[1].interfaces[1].address: missing, so plans use 1 network "
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": "step"}], ids=str)

@@ -35,6 +35,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
 from lightning_autosync.measure.probe.quick import compare_rates
 from lightning_autosync.replay import Constants
+from lightning_autosync.strategy import resolution
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.replica_comparison import WeightComparison
 from lightning_autosync.strategy.tuning import job_tuning, live, opening, proposals
@@ -199,6 +200,42 @@ def overlapping_trials() -> dict[str, Any]:
     with mock.patch.object(LiveTuner, "after_pass", note):
         found = compare("Plain", {"overlap": "step"})
     return {**found, "overlapped": overlapped}
+
+
+def taken_predictions() -> dict[str, list[bool]]:
+    """Whether passes with ``overlap="step"`` ended their backward pass without a wait: all of them, and those at whose
+    end ranks took rank 0's predictions."""
+    overlapped, taken, after_pass = list[bool](), list[bool](), LiveTuner.after_pass
+
+    def note(self: LiveTuner) -> str:
+        known, reason = self._tuner.priced, after_pass(self)
+        overlapped.append(self.trace.overlapped)
+        taken.extend([self.trace.overlapped] * (self._tuner.priced and not known))
+        return reason
+
+    with mock.patch.object(LiveTuner, "after_pass", note), hurrying():
+        jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT, overlap="step"))
+    return {"overlapped": overlapped, "taken": taken}
+
+
+def without_addresses(cluster: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """How far a job ends from DDP whose nodes have a further interface without an address; its plans and warnings."""
+    warned: list[str] = []
+    strategy = AutoSyncStrategy(cluster=ClusterSpec.from_dict(cluster), **options)
+    with mock.patch.object(resolution, "rank_zero_warn", warned.append), hurrying():
+        ours = jobs.fit("Plain", strategy)
+    theirs = jobs.fit("Plain", DDPStrategy())
+    assert strategy.plan is not None
+    report = strategy.report()
+    assert report is not None
+    plans = [strategy.plan, *(each.plan for each in report.resolution.alternatives)]
+    trees = [tree for plan in plans for group in plan.groups for tree in group.trees or ()]
+    return {
+        "distance": jobs.distance(ours, theirs),
+        "interfaces": sorted({tree.interface for tree in trees}),
+        "nodes": len(report.resolution.cluster.nodes),
+        "warned": warned,
+    }
 
 
 def fabric(**options: Any) -> dict[str, Any]:

@@ -66,11 +66,16 @@ def prepare(settings: BenchSettings) -> Preparation:
 
 
 def make_cluster(settings: ClusterSettings, ranks: int | None) -> ClusterSpec:
-    """The cluster of the settings, scaled and with its ranks in the chosen order; else one machine with ``ranks``."""
+    """The cluster of the settings, scaled and with its ranks in the chosen order; else one machine with ``ranks``.
+
+    Its addresses are left out where all ranks run on this machine, which does not have them.
+    """
     if settings.cluster is None:
         machine = {"name": "machine", "devices": ranks or 2}
         return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "one_machine", "nodes": [machine]})
     cluster = ClusterSpec.from_dict(settings.cluster, source="cluster")
+    if settings.launch.kind in ("local", "emulated"):
+        cluster = cluster.without_addresses()
     if settings.cluster_fastest is not None:
         cluster.require_measured()
         fastest = max((max(rates) for rates in _rates(cluster)), default=settings.cluster_fastest)

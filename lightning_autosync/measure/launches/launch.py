@@ -12,7 +12,7 @@ from typing import Protocol
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.measure.errors import LaunchError
-from lightning_autosync.ports import VARIABLE
+from lightning_autosync.ports import ADDRESSES, VARIABLE
 
 StartedCommand = tuple[list[str], dict[str, str]]
 """A command and its environment."""
@@ -51,18 +51,30 @@ class Launch(Protocol):
 
 
 class LocalLaunch:
-    """All ranks run on this machine and communicate over the loopback interface."""
+    """All ranks run on this machine and communicate over the loopback interface.
+
+    Args:
+        interfaces: number of network interfaces of a node of the cluster, in whose place the loopback interface is.
+    """
 
     address = "127.0.0.1"
     world_size = None
     parting = 0.0
+
+    def __init__(self, interfaces: int = 1) -> None:
+        self._addresses = ",".join([self.address] * interfaces)
 
     def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
         return list(command), {**os.environ, **variables}
 
     def environment(self, rank: int) -> dict[str, str]:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        return {"GLOO_SOCKET_IFNAME": loopback, "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        return {
+            "GLOO_SOCKET_IFNAME": loopback,
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            ADDRESSES: self._addresses,
+        }
 
 
 SSH = ("ssh", "-o", "BatchMode=yes")

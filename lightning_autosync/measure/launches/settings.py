@@ -53,7 +53,7 @@ class LaunchSettings(Record):
     @contextmanager
     def _open(self, cluster: ClusterSpec | None) -> Iterator[Launch]:
         if self.kind == "local":
-            yield LocalLaunch()
+            yield LocalLaunch(1 if cluster is None else cluster.interface_count)
             return
         if cluster is None:
             raise DocumentError(needs_cluster(self.kind))
@@ -148,6 +148,7 @@ class ClusterSettings(Configuration):
     """The keys of a verb that define its cluster.
 
     Attributes:
+        launch: where the ranks run; each verb says which kinds it allows.
         cluster: cluster document; None is one machine.
         cluster_scale: factor on every rate of the cluster.
         cluster_fastest: bytes/s of the fastest link, to which all rates are scaled in proportion, instead of
@@ -156,6 +157,7 @@ class ClusterSettings(Configuration):
             second half of the nodes, the worst order for two racks.
     """
 
+    launch: LaunchSettings | TorchrunSettings | SlurmSettings | RaySettings = LaunchSettings()
     cluster: dict[str, Any] | None = None
     cluster_scale: PositiveFloat = 1.0
     cluster_fastest: Rate | None = None

@@ -1,4 +1,4 @@
-"""Whether the description of a cluster fits what a job found: `check_cluster`."""
+"""Whether the description of a cluster fits what a job found (`check_cluster`), and how to correct it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,72 @@ def check_cluster(described: ClusterSpec, seen: ClusterSpec, earlier: str = "by 
     """Sentences on the nodes and racks of a description that differ from what was seen; none if it fits.
 
     Links need not be the same. What counts is the rate at which each node sends to all others and receives from them,
-    and each rack too. A link that the other nodes cannot fill is never too slow in this comparison.
+    and each rack too. A link that the other nodes cannot fill is never too slow in this comparison. Neither is one that
+    carries as much as one process can surely send.
 
     Args:
         described: the description. Rates are compared only where both clusters have them.
         seen: the cluster of a `JobSurvey`.
         earlier: what a rate of ``described`` is, in sentences: "..., but 1 Gbit/s by the description."
     """
+    return check_places(described, seen) or check_rates(described, seen, earlier)
+
+
+def check_places(described: ClusterSpec, seen: ClusterSpec) -> list[str]:
+    """Sentences on ranks that run on other nodes than a description says; arguments as for `check_cluster`."""
     if described.world_size != seen.world_size:
         return [f"The description has {described.world_size} ranks, but the job has {seen.world_size}."]
-    faults = [*_split_nodes(described, seen), *_joined_nodes(described, seen)]
-    if faults or not (described.measured and seen.measured):
-        return faults
+    return [*_split_nodes(described, seen), *_joined_nodes(described, seen)]
+
+
+def check_rates(described: ClusterSpec, seen: ClusterSpec, earlier: str) -> list[str]:
+    """Sentences on rates that differ from a description; arguments as for `check_cluster`, on the same nodes."""
+    if not (described.measured and seen.measured):
+        return []
     seen = _in_order_of(described, seen)
-    one, other = FairCluster(described), FairCluster(seen)
+    one, other, faults = FairCluster(described), FairCluster(seen), list[str]()
     for traffic in _traffic(described, seen):
         expected, found = (sum(cluster.rates(traffic.flows)) for cluster in (one, other))
-        if abs(found / expected - 1) > FAR:
+        if _differs(expected, found, traffic.flows):
             faults.append(f"{traffic.words} {_rate(found)}, but {_rate(expected)} {earlier}.")
     return faults
+
+
+def with_seen_rates(described: ClusterSpec, seen: ClusterSpec) -> ClusterSpec:
+    """A description whose nodes send and receive over their first interfaces as was seen.
+
+    A survey sees only the first interface of each node. The node's links of that interface are scaled, and the links of
+    its other interfaces stay as described.
+
+    Args:
+        described: the description, with rates.
+        seen: the cluster of a `JobSurvey` with rates, on the same nodes.
+    """
+    flows, factors = everybody(len(described.nodes)), dict[tuple[str, bool], float]()
+    rates = [FairCluster(cluster).rates(flows) for cluster in (described, _in_order_of(described, seen))]
+    for node, spec in enumerate(described.nodes):
+        for sends in (True, False):
+            own = [number for number, flow in enumerate(flows) if flow[not sends] == node]
+            expected, found = (sum(some[number] for number in own) for some in rates)
+            differs = _differs(expected, found, [flows[number] for number in own])
+            factors[spec.name, sends] = found / expected if differs else 1.0
+
+    def scaled(rate: float | None, sender: str, receiver: str) -> float | None:
+        ends = [factors[end] for end in ((sender, True), (receiver, False)) if end in factors]  # the nodes among them
+        return None if rate is None else rate * min(ends, default=1.0)
+
+    links = [link.model_dump() for link in described.links]
+    for fields, link in zip(links, described.links, strict=True):
+        if described.carries(0, link):
+            fields["bandwidth"] = scaled(link.bandwidth, link.a, link.b)
+            fields["reverse_bandwidth"] = scaled(link.reverse_bandwidth, link.b, link.a)
+    return ClusterSpec.from_dict({**described.to_dict(), "links": links}, source="survey")
+
+
+def _differs(expected: float, found: float, flows: Sequence[Flow]) -> bool:
+    """Whether the rates of simultaneous flows differ; in each node, one process sends or receives."""
+    surely = _MEASURABLE * min(len({flow[end] for flow in flows}) for end in (0, 1))
+    return not (1 - FAR) * min(expected, surely) <= found <= (1 + FAR) * expected
 
 
 def far_rates(described: ClusterSpec, flows: Sequence[Flow], rates: Sequence[float]) -> dict[tuple[int, bool], str]:

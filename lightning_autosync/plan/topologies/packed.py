@@ -51,7 +51,8 @@ def _check_interfaces(trees: Sequence[WeightedTree], cluster: ClusterSpec) -> No
             if tree.interface >= node.interface_count:
                 raise ValueError(
                     f"trees[{number}].interface: node '{node.name}' of cluster '{cluster.name}' has no interface "
-                    f"{tree.interface}; allowed: 0 to {cluster.interface_count - 1}, which all nodes have"
+                    f"{tree.interface}; allowed: 0 to {cluster.interface_count - 1}, which all nodes have; a cluster "
+                    "file may list more interfaces of its nodes"
                 )
 
 

@@ -68,9 +68,9 @@ class _File:
 class TuningCache:
     """Tuned plans by their keys, in a directory that several jobs may use at once.
 
-    `find`, `nearest` and `store` serve jobs and raise no errors: a damaged or missing cache costs a job its memory, and
-    nothing else. What goes wrong is one warning. They do not use a directory that belongs to another user, or that all
-    users may write to: anybody could then choose the plans of this user's jobs.
+    `find`, `nearest`, `store` and `remove` serve jobs and raise no errors: a damaged or missing cache costs a job its
+    memory, and nothing else. What goes wrong is one warning. They do not use a directory that belongs to another user,
+    or that all users may write to: anybody could then choose the plans of this user's jobs.
 
     Args:
         directory: the directory; None takes `default_directory`.
@@ -122,6 +122,16 @@ class TuningCache:
             self._write(entry)
         except DocumentError as error:
             self._warn("store", f"the tuned plan is not remembered for later jobs: {error}")
+
+    def remove(self, key: TuningKey) -> None:
+        """Remove the entry of a key, if there is one."""
+        if self.directory is None or self._is_refused():
+            return
+        path = self._path(self.directory, key)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as cause:
+            self._warn(str(path), f"{path}: cannot be removed: {cause.strerror}")
 
     def entries(self) -> list[Remembered]:
         """All files, those used last first.

@@ -12,7 +12,7 @@ WINDOW = 5
 CHANGED = 0.1
 """Relative change of a pass that counts, if computation does not explain it."""
 UNLIKE = 0.25
-"""Relative difference from the step time of an earlier job up to which its links are taken for those of this job."""
+"""Relative excess over the step time of an earlier job up to which its links are taken for those of this job."""
 LEAST_CHANGE = 0.005
 """Seconds of such a change. Smaller ones are noise, and would not repay the seconds of a measurement."""
 _CONFIRMED = 2
@@ -71,7 +71,7 @@ class DriftWatch:
 
     def _compare_with_memory(self, period: float) -> str:
         remembered, self._remembered = self._remembered, None
-        if remembered is None or abs(period - remembered) < max(UNLIKE * remembered, LEAST_CHANGE):
+        if remembered is None or period - remembered < max(UNLIKE * remembered, LEAST_CHANGE):
             return ""
         return f"a step takes {period:.3g} s, and {remembered:.3g} s in the job whose plan is used"
 

@@ -18,18 +18,25 @@ from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.errors import OpeningError
+from lightning_autosync.measure.probe.description import check_places
 from lightning_autosync.plan import Schedule, compile_plan
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.log import rank_zero_info
-from lightning_autosync.strategy.resolution import Resolution, fall_back, memory_fault, resolve_together
+from lightning_autosync.strategy.resolution import (
+    Resolution,
+    fall_back,
+    memory_fault,
+    resolve_together,
+    with_connected_interfaces,
+)
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.pass_times import NOTES
-from lightning_autosync.strategy.tuning.preparation import Preparation, prepare, remember
+from lightning_autosync.strategy.tuning.preparation import Preparation, forget, prepare, remember
 from lightning_autosync.strategy.tuning.prices import PlanPrices
-from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_links, find_links
+from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_cluster, changed_links, find_links
 from lightning_autosync.strategy.tuning.report import MeasuredSteps, TrialReport, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
 
@@ -112,6 +119,7 @@ class JobTuning:
         Raises:
             DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
         """
+        self._settings = with_connected_interfaces(self._settings, self._group)
         self._preparation = found = self._prepare(also)
         settings = self._settings if found is None else replace(self._settings, cluster=found.links.cluster)
         resolution = resolve_together(
@@ -222,13 +230,16 @@ class JobTuning:
 
     def _open_first(self, open_engine: Callable[..., Engine]) -> Engine:
         # After a change of the links, training has begun and waits.
-        timeout = TRIAL_CONNECT_TIMEOUT if self._changes else CONNECT_TIMEOUT
+        timeout, self._fell_back = TRIAL_CONNECT_TIMEOUT if self._changes else CONNECT_TIMEOUT, False
         try:
             return open_engine(self.resolution.schedule, timeout)
         except OpeningError as error:  # on every rank
             self._resolution = found = fall_back(self.resolution, error)
             self._fell_back = True
             rank_zero_info(f"AutoSync: plan {found.plan.fingerprint} instead: {found.reason}")
+            if self._preparation is not None and dist.get_rank(self._group) == 0:
+                assert self._settings.tuning is not None
+                forget(self._preparation, self._settings.tuning.cache)
         # Not in the handler: the error's traceback keeps the buffers of the engine that could not be opened.
         return open_engine(found.schedule, timeout)
 
@@ -359,13 +370,18 @@ class JobTuning:
         assert tuning is not None
         assert self.links is not None
         begin = time.monotonic()
-        found = find_links(None, *self._shape, tuning.probe, self._settings.timeout)
-        changes = [] if found.fault else changed_links(self.links.cluster, found.cluster)
+        found, known = find_links(None, *self._shape, tuning.probe, self._settings.timeout), self.links.cluster
+        # Ranks do not move while they run. So the description groups them in another way, and a comparison of the rates
+        # would tell nothing.
+        fault = found.fault or " ".join(check_places(known, found.cluster))
+        changes = [] if fault else changed_links(known, found.cluster)
+        which = "They" if known.interface_count == 1 else "Those of the first interface, which alone are measured,"
         self._checks.append(
             f"links were measured again in {time.monotonic() - begin:.1f} s, because {reason}. "
-            + (" ".join(changes) or found.fault or "They have not changed.")
+            + (" ".join(changes) or fault or f"{which} have not changed.")
         )
         rank_zero_info(f"AutoSync: {self._checks[-1]}")
         if changes:
-            self.links, self._changes = found, self._changes + 1
+            self.links = replace(found, cluster=changed_cluster(known, found.cluster))
+            self._changes += 1
         return bool(changes)

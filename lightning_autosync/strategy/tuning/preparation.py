@@ -120,6 +120,12 @@ def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> N
     _memory(cache).store(entry)
 
 
+def forget(preparation: Preparation, cache: str | None) -> None:
+    """Remove the plan of an earlier job that ranks cannot open, so that the next job searches; call it on rank 0."""
+    if cache is not None and preparation.remembered is not None:
+        _memory(cache).remove(preparation.key)
+
+
 def _memory(cache: str) -> TuningCache:
     return TuningCache(None if cache == DEFAULT_CACHE else cache)
 

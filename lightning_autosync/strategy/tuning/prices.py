@@ -130,6 +130,8 @@ class PlanPrices:
         found = self._predictor.predict(
             timed, self._cluster, self._constants, self._plans, self._limit, PATIENCE + self._limit, self._overlaps
         )
+        if not found:
+            raise PredictorError(f"they take more than {self._limit:g} s of CPU time, which tuning.search allows")
         if not all(map(math.isfinite, found)):
             raise PredictorError(f"predicted seconds are {found}")
         self._found = found

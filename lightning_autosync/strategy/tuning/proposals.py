@@ -15,7 +15,7 @@ from lightning_autosync.documents import counted, seconds_text
 from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.errors import MissingPackageError
 from lightning_autosync.measure.errors import LaunchError
-from lightning_autosync.measure.probe.description import check_cluster
+from lightning_autosync.measure.probe.description import check_rates, with_seen_rates
 from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
@@ -104,7 +104,12 @@ def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: flo
 
 def changed_links(before: ClusterSpec, now: ClusterSpec) -> list[str]:
     """The changes between two measurements of the same job, in words; empty if there are none."""
-    return check_cluster(before, now, "before")
+    return check_rates(before, now, "before")
+
+
+def changed_cluster(before: ClusterSpec, now: ClusterSpec) -> ClusterSpec:
+    """The cluster after such a change. Interfaces that are not measured stay as described."""
+    return now if before.interface_count == 1 else with_seen_rates(before, now)
 
 
 def propose(

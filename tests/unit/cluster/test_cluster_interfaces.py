@@ -210,3 +210,23 @@ def test_no_plan_over_interfaces_is_faster_than_the_bound(spec: ClusterSpec, dat
         interfaces = data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=2))
         loads += link_graph.load_rows(ways, interfaces).toarray().sum(axis=0) / count
     assert max(loads / link_graph.capacities) >= (1 - 1e-6) / synchronization_rate(spec)
+
+
+HERE = [("10.0.0.1", "10.1.0.1"), ("10.0.0.2", "10.1.0.2"), ("10.0.0.3", "10.1.0.3")]
+
+
+@pytest.mark.parametrize("trunk", [None, 1e9])
+def test_a_cluster_without_its_further_interfaces(trunk: float | None) -> None:
+    spec = two_interfaces([MB] * 3, [2 * MB] * 3, HERE, trunk)
+    first = spec.with_interfaces(1)
+    assert first.interface_count == 1
+    assert [node.address for node in first.nodes] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert [(link.a, link.b) for link in first.links if link.bandwidth == MB] == [(f"n{n}", "s0") for n in range(3)]
+    assert not [link for link in first.links if link.bandwidth == 2 * MB]
+    assert ("s1" in first.switches) == (trunk is not None)
+    assert pack_trees(first).rate == pytest.approx(pack_trees(two_interfaces([MB] * 3, [1e-3] * 3)).rate, rel=1e-3)
+    assert spec.with_interfaces(2) == spec
+
+
+def test_a_cluster_without_addresses() -> None:
+    assert two_interfaces([MB] * 3, [MB] * 3, HERE).without_addresses() == two_interfaces([MB] * 3, [MB] * 3)

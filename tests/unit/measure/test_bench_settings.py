@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import two_interfaces
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from sweeps import crossed, sweep
@@ -108,6 +109,17 @@ def test_a_plan_for_another_world_is_refused(tmp_path: Path):
     (tmp_path / "plan.yaml").write_text(OmegaConf.to_yaml(plan))
     with pytest.raises(DocumentError, match=r"contenders\.b: .*plan\.yaml: .*2 ranks"):
         prepare(BenchSettings.parse({**BASE, "ranks": 3, "contenders": {"b": {"plan": str(tmp_path / "plan.yaml")}}}))
+
+
+@pytest.mark.parametrize("kind", ["local", "emulated", "ssh"])
+def test_addresses_of_other_hosts_are_left_out_where_all_ranks_are_here(kind: str) -> None:
+    """As in the file that `autosync probe` writes."""
+    addressed = two_interfaces([1e7] * 2, [1e7] * 2, [("10.0.0.1", "10.1.0.1"), ("10.0.0.2", "10.1.0.2")])
+    settings = BenchSettings.parse({**BASE, "cluster": addressed.to_dict(), "launch": {"kind": kind}})
+    for found in (make_cluster(settings, None), prepare(settings).cluster):
+        addresses = {place.address for node in found.nodes for place in (node, *node.interfaces)}
+        assert (addresses == {None}) == (kind != "ssh")
+        assert kind != "ssh" or None not in addresses
 
 
 def test_the_sweep_is_the_product_of_its_arguments():

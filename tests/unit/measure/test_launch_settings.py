@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.launches.launch import LocalLaunch
 from lightning_autosync.measure.launches.settings import LaunchSettings
@@ -16,6 +16,11 @@ from lightning_autosync.measure.workers import LaunchError
 def test_local_needs_no_cluster():
     with LaunchSettings().open(None) as launch:
         assert isinstance(launch, LocalLaunch)
+
+
+def test_local_ranks_have_the_loopback_interface_for_each_of_the_cluster():
+    with LaunchSettings().open(resolve_cluster("two_interfaces")) as launch:
+        assert launch.environment(3)["AUTOSYNC_ADDRESSES"] == "127.0.0.1,127.0.0.1"
 
 
 def test_emulated_links_need_a_cluster():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from clusters import two_interfaces
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, shipped_clusters
-from lightning_autosync.measure.probe.description import check_cluster
+from lightning_autosync.measure.probe.description import check_cluster, with_seen_rates
 
 
 def star(*rates: str, devices: int = 1) -> ClusterSpec:
@@ -106,3 +107,40 @@ def test_without_rates_hosts_are_compared() -> None:
 
 def test_two_devices_of_a_node_share_its_link() -> None:
     assert check_cluster(star("100 Mbit/s", "100 Mbit/s", devices=2), star("50 Mbit/s", "50 Mbit/s", devices=2))
+
+
+def test_a_link_that_one_process_cannot_fill_is_not_called_slow() -> None:
+    described = star(*["100 Gbit/s"] * 3)
+    assert check_cluster(described, star(*["12 Gbit/s"] * 3)) == []
+    assert len(check_cluster(described, star(*["2 Gbit/s"] * 3))) == 6
+
+
+def rates_of(cluster: ClusterSpec) -> dict[str, tuple[float | None, float | None]]:
+    return {f"{link.a} {link.b}": (link.bandwidth, link.reverse_bandwidth) for link in cluster.links}
+
+
+def test_only_the_links_of_the_first_interface_are_corrected() -> None:
+    """Node n2 sends at half the rate, and receives as before; the survey's nodes have other names and another order."""
+    described = two_interfaces([1e7] * 4, [4e7] * 4, trunk=1e9)
+    seen = ClusterSpec.star([1e7, 1e7, 1e7, 1e7]).to_dict()
+    seen["links"][3] |= {"bandwidth": 5e6, "reverse_bandwidth": 1e7}
+    seen["rank_order"] = ["node0", "node1", "node3", "node2"]
+    found = with_seen_rates(described, ClusterSpec.from_dict(seen))
+    assert rates_of(found) == {**rates_of(described), "n2 s0": (pytest.approx(5e6), pytest.approx(1e7))}
+    assert found.nodes == described.nodes
+    assert check_cluster(found, ClusterSpec.from_dict(seen)) == []
+
+
+def test_links_that_recover_are_corrected_back() -> None:
+    slow = two_interfaces([1e7, 1e7, 4e6, 1e7], [4e7] * 4)
+    assert rates_of(with_seen_rates(slow, ClusterSpec.star([1e7] * 4)))["n2 s0"] == pytest.approx((1e7, 1e7))
+
+
+def test_rates_between_nodes_without_a_switch_are_corrected_once() -> None:
+    def pair(rate: float) -> ClusterSpec:
+        links = [{"a": "a", "b": "b", "bandwidth": rate}]
+        return ClusterSpec.from_dict(
+            {"format": ClusterSpec.FORMAT, "name": "pair", "nodes": [{"name": "a"}, {"name": "b"}], "links": links}
+        )
+
+    assert rates_of(with_seen_rates(pair(1e7), pair(5e6)))["a b"] == pytest.approx((5e6, 5e6))

@@ -74,6 +74,7 @@ def test_a_plan_for_another_model_is_named(tmp_path: Path) -> None:
         ({"links": 3}, "links: unknown field"),
         ({"rates": "nowhere.yaml"}, "rates: only for a plan that splits operators"),
         ({"module": MODULE}, "module: only for a plan that splits operators"),
+        ({"search_seconds": 7}, "search_seconds: only without plan="),
     ],
 )
 def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -83,7 +84,15 @@ def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: s
 
 @pytest.mark.parametrize(
     "ignored",
-    [{"workload": "ncf"}, {"model": {"batch_size": 1}}, {"arguments": {"topology": "ring"}}, {"constants": "c.yaml"}],
+    [
+        {"workload": "ncf"},
+        {"model": {"batch_size": 1}},
+        {"arguments": {"topology": "ring"}},
+        {"constants": "c.yaml"},
+        {"batch_size": 4},
+        {"micro_batch": 4},
+        {"search_seconds": 7},
+    ],
 )
 def test_what_a_plan_that_splits_operators_ignores_is_refused(tmp_path: Path, ignored: dict[str, Any]) -> None:
     path = tmp_path / "split.yaml"

@@ -321,6 +321,18 @@ def test_so_does_a_full_disk(tmp_path: Path) -> None:
             TuningCache(disk / "plans").store(tuned())
 
 
+def test_an_entry_that_is_removed_is_gone_and_others_stay(cache: TuningCache) -> None:
+    cache.remove(tuned().key)
+    for entry in (tuned(), tuned(bucket_bytes=5)):
+        cache.store(entry)
+    cache.remove(tuned().key)
+    assert cache.find(tuned().key) is None
+    assert cache.find(tuned(bucket_bytes=5).key) is not None
+    file_of(cache, tuned()).mkdir()
+    with pytest.warns(UserWarning, match="cannot be removed: "):
+        cache.remove(tuned().key)
+
+
 def use_in_vain(cache: TuningCache) -> None:
     """Do what jobs do with a directory that has the entry of ``tuned()``, and see that it is not used."""
     assert cache.find(tuned().key) is None

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from clusters import two_interfaces
 
+from lightning_autosync.cluster import ClusterSpec, pack_trees
 from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.replay import Constants
+from lightning_autosync.strategy.tuning import job_tuning
 from lightning_autosync.strategy.tuning.drift import DriftWatch, median_times
+from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.pass_times import OverlappingTimes, OwnTimes, PassTimes
+from lightning_autosync.strategy.tuning.proposals import DESCRIBED, JobLinks
 
 
 def watch(times: Iterable[tuple[float, float]], changes: int = 0) -> list[int]:
@@ -97,3 +105,57 @@ def test_medians_are_of_each_number() -> None:
 
 def _trace(forward: float) -> StepTrace:
     return StepTrace(forward, forward + 0.1, forward + 0.4, forward + 0.4, (), (), ())
+
+
+@pytest.mark.parametrize(("period", "measured"), [(0.3, True), (0.21, False), (0.19, False), (0.05, False)])
+def test_links_are_measured_if_steps_are_much_longer_than_remembered(period: float, measured: bool) -> None:
+    drift = DriftWatch(remembered=0.2)
+    reasons = [drift.record(PassTimes(period, 0.0, period)) for _ in range(2)]
+    assert [bool(reason) for reason in reasons] == [False, measured]
+
+
+def measured_again(
+    monkeypatch: pytest.MonkeyPatch, described: ClusterSpec, seen: ClusterSpec
+) -> tuple[bool, ClusterSpec, str]:
+    """What a job does that has a description and measures other links: whether they changed, its cluster, its words."""
+    tuning: Any = object.__new__(JobTuning)
+    tuning._settings = SimpleNamespace(tuning=SimpleNamespace(probe=1.0), timeout=1.0)
+    tuning._shape, tuning._checks, tuning._changes = (len(described.nodes), 1), [], 0
+    tuning.links = JobLinks(described, Constants(), origin=DESCRIBED)
+    monkeypatch.setattr(job_tuning, "find_links", lambda *_: JobLinks(seen, Constants(), origin="measured"))
+    monkeypatch.setattr(job_tuning, "rank_zero_info", lambda _: None)
+    changed = tuning._measure_again("a test says so")
+    assert tuning._changes == changed
+    return changed, tuning.links.cluster, tuning._checks[0].partition("because a test says so. ")[2]
+
+
+def test_further_interfaces_are_kept_when_the_first_one_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both interfaces, the packed rate falls by a tenth of the first one's part; the first one alone has half."""
+    described = two_interfaces([1e7] * 4, [1e7] * 4)
+    changed, cluster, told = measured_again(monkeypatch, described, ClusterSpec.star([1e7, 1e7, 1e7, 6e6]))
+    assert changed
+    assert "Node n3 sends to all others at 48 Mbit/s, but 80 Mbit/s before." in told
+    assert cluster.interface_count == 2
+    assert pack_trees(cluster).rate > 0.85 * pack_trees(described).rate
+
+
+def test_what_is_not_measured_is_not_said_to_be_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = two_interfaces([1e7] * 4, [1e7] * 4)
+    changed, cluster, told = measured_again(monkeypatch, described, ClusterSpec.star([1e7] * 4))
+    assert not changed
+    assert cluster is described
+    assert told == "Those of the first interface, which alone are measured, have not changed."
+
+
+def test_hosts_that_were_described_as_several_nodes_are_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "one", "nodes": [{"name": "h", "devices": 2}]})
+    described = ClusterSpec.star([1e7, 1e7])
+    changed, cluster, told = measured_again(monkeypatch, described, one)
+    assert not changed
+    assert cluster is described
+    assert told == "Ranks 0, 1 run on host h, but are described on node0 and node1."
+
+
+def test_links_of_one_interface_are_replaced_by_those_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = ClusterSpec.star([1e7, 1e7, 2e6])
+    assert measured_again(monkeypatch, ClusterSpec.star([1e7] * 3), seen)[:2] == (True, seen)
