@@ -305,7 +305,7 @@ def test_the_plan_found_by_prediction_alone_is_compared_and_may_win():
 
 def test_a_search_by_prediction_alone_needs_rates_and_time():
     world = World()
-    found = predicted_plan(world.job, Constants(), seconds=60.0)
+    found = predicted_plan(world.job, Constants(), seconds=10.0)
     assert found is not None
     assert world.plan_price(found) <= 1.01 * min(map(world.plan_price, builder_plans(world.job).values()))
     assert predicted_plan(world.job, Constants(), seconds=0) is None
