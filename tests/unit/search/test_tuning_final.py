@@ -22,6 +22,7 @@ from lightning_autosync.measure.session import ContenderError
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build
 from lightning_autosync.replay import Constants
+from lightning_autosync.search import population
 from lightning_autosync.search.tuning import comparison, run
 from lightning_autosync.search.tuning.comparison import FinalComparison, announcement, compare, judged
 from lightning_autosync.search.tuning.job import TuningJob
@@ -303,7 +304,8 @@ def test_the_plan_found_by_prediction_alone_is_compared_and_may_win():
     assert not any("speedup over the plan" in line for line in lines)
 
 
-def test_a_search_by_prediction_alone_needs_rates_and_time():
+def test_a_search_by_prediction_alone_needs_rates_and_time(monkeypatch):
+    monkeypatch.setattr(population, "FRAMES_LIMIT", 0)  # it ends by itself, sooner
     world = World()
     found = predicted_plan(world.job, Constants(), seconds=60.0)
     assert found is not None
