@@ -191,7 +191,8 @@ class Resources:
         for lack in filter(None, gather_json(lacks, self._control) if further else []):
             interface, where = lack[0]
             raise PlanError(
-                f"{where}: missing; trees of the plan connect the ranks over interface {interface} of their nodes"
+                f"{where}: missing, also in {ADDRESSES}; trees of the plan connect the ranks over interface "
+                f"{interface} of their nodes"
             )
         own = {0: address} | {interface: place for interface, (place, _) in found.items()}
         sockets: dict[Peer, socket.socket] = {}
@@ -321,15 +322,16 @@ def interface_address(cluster: ClusterSpec | None, rank: int, interface: int) ->
     Returns:
         The address, or None if it is unknown, and the field where it is missing.
     """
-    addresses = [] if cluster is None else [node.interfaces[interface].address for node in cluster.nodes]
-    if cluster is not None and None not in addresses:
-        return addresses[cluster.rank_nodes[rank]], ""
+    where = "cluster"
+    if cluster is not None:
+        node = cluster.rank_nodes[rank]
+        if address := cluster.nodes[node].interfaces[interface].address:
+            return address, ""
+        where = f"cluster '{cluster.name}': nodes[{node}].interfaces[{interface}].address"
     told = [address.strip() for address in os.environ.get(ADDRESSES, "").split(",")]
     if interface < len(told) and told[interface]:
         return told[interface], ""
-    if cluster is None:
-        return None, "cluster"
-    return None, f"cluster '{cluster.name}': nodes[{addresses.index(None)}].interfaces[{interface}].address"
+    return None, where
 
 
 def connected_interfaces(cluster: ClusterSpec, rank: int) -> tuple[int, str]:

@@ -185,7 +185,7 @@ def _is_average(name: str, value: object, parameter: Tensor) -> bool:
 
 def has_mean(tensor: Tensor) -> bool:
     """Whether a tensor can be averaged: it is floating-point or complex."""
-    return tensor.is_floating_point() or tensor.is_complex()
+    return tensor.is_floating_point() or tensor.dtype in (torch.complex64, torch.complex128)
 
 
 class DonatedOptimizer(NamedTuple):

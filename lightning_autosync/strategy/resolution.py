@@ -207,8 +207,8 @@ def _check_parameters(module: nn.Module) -> None:
             )
         if hasattr(parameter, "_in_backward_optimizers"):
             raise PlanError(
-                f"model: parameter '{name}' has an optimizer that steps within the backward pass, where gradients are "
-                "not synchronized yet; call the optimizer's step() after the pass instead"
+                f"model: parameter '{name}' has an optimizer that steps within the backward pass, before gradients or "
+                "weights are synchronized; call the optimizer's step() after the pass instead"
             )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.measure.probe import meter
+from lightning_autosync.measure.probe import hosts, meter
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.strategy.tuning.proposals import find_links
 
@@ -31,6 +32,14 @@ def links(described: dict[str, Any] | None, probe: float) -> dict[str, Any]:
     cluster = None if described is None else ClusterSpec.from_dict(described)
     found = find_links(cluster, nodes=2, devices=2, probe=probe, timeout=60.0)
     return {"constants": found.constants.to_dict(), "measured": found.cluster.measured, "fault": found.fault}
+
+
+def links_without_sockets(described: dict[str, Any]) -> dict[str, Any]:
+    """As `links`, where the last rank has no file descriptor left."""
+    if dist.get_rank() < dist.get_world_size() - 1:
+        return links(described, 5.0)
+    with mock.patch.object(hosts.socket, "socketpair", side_effect=OSError("too many open files")):
+        return links(described, 5.0)
 
 
 def survey_without_connection() -> dict[str, Any]:

@@ -94,11 +94,23 @@ def test_costs_of_hosts_are_measured_beside_links(two_nodes: WorkerPool, given: 
     assert found.copy_rate != Constants().copy_rate
 
 
+@pytest.mark.root
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+def test_a_rank_that_cannot_measure_gives_all_default_costs(two_nodes: WorkerPool) -> None:
+    answers = two_nodes.run(survey_calls.links_without_sockets, described=interleaved().to_dict())
+    assert answers == [answers[0]] * two_nodes.world_size
+    assert Constants.from_dict(answers[0]["constants"]) == Constants(cores=usable_cores())
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
 def test_a_job_that_measures_nothing_has_default_costs(two_nodes: WorkerPool) -> None:
     found = two_nodes.run(survey_calls.links, described=interleaved().to_dict(), probe=0.0)[0]
     assert Constants.from_dict(found["constants"]) == Constants()
 
 
+@pytest.mark.root
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
 def test_without_time_only_hosts_are_found(two_nodes: WorkerPool) -> None:
     found = the_answer(two_nodes, limit=0.5)
     cluster = ClusterSpec.from_dict(found["cluster"])

@@ -140,7 +140,7 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
             # These jobs are short: they wait for predictions, and open plans without rests.
             (PlanPrices, "wait", partialmethod(PlanPrices.wait, 60.0)),
             (opening, "SHARE", 1.0),
-            (job_tuning, "changed_links", lambda *_: next(changes, [])),
+            (proposals, "check_rates", lambda *_: next(changes, [])),
         ]
         for owner, name, function in replaced:
             patches.enter_context(mock.patch.object(owner, name, function))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_autosync.cluster import ClusterSpec
@@ -44,20 +45,27 @@ def check_rates(described: ClusterSpec, seen: ClusterSpec, earlier: str) -> list
     """Sentences on rates that differ from a description; arguments as for `check_cluster`, on the same nodes."""
     if not (described.measured and seen.measured):
         return []
-    seen = _in_order_of(described, seen)
-    one, other, faults = FairCluster(described), FairCluster(seen), list[str]()
+    return [
+        f"{traffic.words} {_rate(found)}, but {_rate(expected)} {earlier}."
+        for traffic, expected, found in _differences(described, _in_order_of(described, seen))
+    ]
+
+
+def _differences(described: ClusterSpec, seen: ClusterSpec) -> Iterator[tuple[_Traffic, float, float]]:
+    """Traffic whose rates differ, with the described and the seen bytes/s; nodes are in the same order."""
+    one, other = FairCluster(described), FairCluster(seen)
     for traffic in _traffic(described, seen):
         expected, found = (sum(cluster.rates(traffic.flows)) for cluster in (one, other))
         if _differs(expected, found, traffic.flows):
-            faults.append(f"{traffic.words} {_rate(found)}, but {_rate(expected)} {earlier}.")
-    return faults
+            yield traffic, expected, found
 
 
 def with_seen_rates(described: ClusterSpec, seen: ClusterSpec) -> ClusterSpec:
     """A description whose nodes send and receive over their first interfaces as was seen.
 
     A survey sees only the first interface of each node. The node's links of that interface are scaled, and the links of
-    its other interfaces stay as described.
+    its other interfaces stay as described. Links between switches are scaled alike by what that does not explain, such
+    as a slower uplink of a rack.
 
     Args:
         described: the description, with rates.
@@ -72,16 +80,27 @@ def with_seen_rates(described: ClusterSpec, seen: ClusterSpec) -> ClusterSpec:
             differs = _differs(expected, found, [flows[number] for number in own])
             factors[spec.name, sends] = found / expected if differs else 1.0
 
-    def scaled(rate: float | None, sender: str, receiver: str) -> float | None:
-        ends = [factors[end] for end in ((sender, True), (receiver, False)) if end in factors]  # the nodes among them
-        return None if rate is None else rate * min(ends, default=1.0)
+    def of_nodes(sender: str, receiver: str) -> float:
+        ends = (sender, True), (receiver, False)
+        return min((factors[end] for end in ends if end in factors), default=1.0)  # the nodes among the ends
 
-    links = [link.model_dump() for link in described.links]
-    for fields, link in zip(links, described.links, strict=True):
-        if described.carries(0, link):
-            fields["bandwidth"] = scaled(link.bandwidth, link.a, link.b)
-            fields["reverse_bandwidth"] = scaled(link.reverse_bandwidth, link.b, link.a)
-    return ClusterSpec.from_dict({**described.to_dict(), "links": links}, source="survey")
+    found = _with_factors(described, of_nodes)
+    ratios = [measured / expected for _, expected, measured in _differences(found, _in_order_of(described, seen))]
+    if not ratios:
+        return found
+    largest, names = max(ratios, key=lambda ratio: abs(math.log(ratio))), {node.name for node in described.nodes}
+    return _with_factors(found, lambda *ends: 1.0 if names & set(ends) else largest)
+
+
+def _with_factors(cluster: ClusterSpec, factor: Callable[[str, str], float]) -> ClusterSpec:
+    """The cluster with the links of first interfaces scaled; ``factor`` takes the names of a direction's two ends."""
+    links = [link.model_dump() for link in cluster.links]
+    for fields, link in zip(links, cluster.links, strict=True):
+        directions = ("bandwidth", link.a, link.b), ("reverse_bandwidth", link.b, link.a)
+        for field, sender, receiver in directions if cluster.carries(0, link) else ():
+            rate = getattr(link, field)
+            fields[field] = None if rate is None else rate * factor(sender, receiver)
+    return ClusterSpec.from_dict({**cluster.to_dict(), "links": links}, source="survey")
 
 
 def _differs(expected: float, found: float, flows: Sequence[Flow]) -> bool:

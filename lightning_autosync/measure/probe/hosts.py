@@ -1,22 +1,25 @@
-"""Costs of a job's hosts in a tenth of a second: every rank calls `host_constants`, and all get the same answer."""
+"""Costs of a job's hosts in little time: every rank calls `host_constants`, and all get the same answer."""
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import gather_json
-from lightning_autosync.measure.conditions import boot_id, usable_cores
-from lightning_autosync.replay.constants import Constants
+from lightning_autosync.measure.conditions import machine, usable_cores
+from lightning_autosync.replay.constants import CodecRates, Constants, DecodeRates
 
 REFERENCE = 290e-6
-"""Core-seconds of `_small_work` on a server where `COSTS` were measured in the same hour, by `measure_costs`."""
+"""Core-seconds of `_small_work` on the server on which `COSTS` were measured, at the same time."""
 COSTS = {
     "message_cost": 90e-6,
     "message_delay": 5e-6,
@@ -31,10 +34,13 @@ COSTS = {
     "unpack_cost": 4.5e-6,
     "host_cost": 0.8e-9,
 }
-"""Costs of `Constants` there: medians over four and eight ranks on two cores, under the system's scheduling policy."""
+"""Costs and delays of `Constants` there: medians of probes among four and eight ranks on two cores, under the system's
+scheduling policy (`tests/benchmarks/host_costs.py`)."""
+_CODING = 0.38
+"""Rates of compression there, relative to the defaults."""
 _ROUNDS = 40
 _PAUSE = 1e-3
-"""Seconds between two rounds. After a pause, the caches of a core hold what other ranks use, as in training."""
+"""Seconds between two rounds. After a pause the caches of a core hold other data, as between the layers of a model."""
 _ELEMENTS = 1 << 22
 """Elements of a buffer that is larger than caches."""
 _COPIES = 3
@@ -44,37 +50,85 @@ _FRAME = 256
 def host_constants() -> Constants:
     """The costs of the default process group's hosts; collective.
 
-    Ranks measure at the same time, since a core does less in a second of its own time while its neighbours are busy.
-    Only local work is measured: small operations, autograd, loopback sockets and memory. The costs of communication are
-    those of a known server, scaled by the speed at which this one does small work. That is less accurate than
-    ``autosync probe``, but takes no time on the links, and as long for many ranks as for few. Costs of touched rows and
-    of compression are the defaults.
+    Ranks measure at the same time, since ranks that share cores slow each other down. Only local work is measured:
+    small operations, autograd, local sockets and memory. The costs of communication are those of a known server, scaled
+    by the time of small work. That is less accurate than ``autosync probe``, but it uses no link, and takes as long for
+    many ranks as for few. The slowest machine counts, with the mean of its ranks. If a rank cannot measure, all ranks
+    take the default costs.
+
+    Ranks share cores only if all are on one machine. Otherwise each is taken to have its own.
     """
-    own = [boot_id() or socket.gethostname(), _small_work(), *_memory_rates()]
-    machines, work, copy, add = zip(*gather_json(own), strict=True)
-    factor = statistics.mean(work) / REFERENCE
-    shared = len(set(machines)) == 1 and dist.get_world_size() > 1
+    dist.barrier()
+    found = gather_json([machine()[0], _cores(), _measured()])
+    machines = {place for place, _, _ in found}
+    shared = len(machines) == 1 and len(found) > 1
+    cores = len({core for _, cores, _ in found for core in cores}) if shared else None
+    if not all(measured is not None and min(measured) > 0 for _, _, measured in found):
+        return Constants(cores=cores)
+    by_machine = defaultdict[str, list[Sequence[float]]](list)
+    for place, _, measured in found:
+        by_machine[place].append(measured)
+    means = [[statistics.mean(values) for values in zip(*ranks, strict=True)] for ranks in by_machine.values()]
+    work, copy, add = zip(*means, strict=True)
+    return _scaled(max(work) / REFERENCE, min(copy), min(add), cores)
+
+
+def _scaled(factor: float, copy: float, add: float, cores: float | None) -> Constants:
+    """Constants of a host that takes ``factor`` times as long for small work as the known server."""
+    usual = Constants()
+    rate = _CODING / factor
+    coders: dict[str, Any] = {
+        name: kind(**{codec: rate * value for codec, value in getattr(usual, name)})
+        for name, kind in (("encode", CodecRates), ("decode", DecodeRates))
+    }
     return Constants(
         **{name: factor * cost for name, cost in COSTS.items()},
-        copy_rate=statistics.mean(copy),
-        reduce_rate=statistics.mean(add),
-        cores=usable_cores() if shared else None,
+        **coders,
+        merge_cost=factor * usual.merge_cost,
+        scan_rate=usual.scan_rate / factor,
+        copy_rate=copy,
+        reduce_rate=add,
+        cores=cores,
     )
+
+
+def _cores() -> list[int]:
+    """The cores on which this rank may run."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cores()))
+
+
+def _measured() -> list[float] | None:
+    """Core-seconds of small work, and bytes/s of copying and of adding; None if this rank cannot measure them."""
+    try:
+        with _one_thread(), torch.enable_grad():
+            return [_small_work(), *_memory_rates()]
+    except (OSError, RuntimeError, MemoryError, ArithmeticError):
+        return None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within the context torch computes in this thread alone, whose time is measured."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _small_work() -> float:
     """Core-seconds of this thread for a small forward and backward pass and a few frames; median of the rounds."""
-    parameters = [torch.nn.Parameter(torch.zeros(16)) for _ in range(3)]
-    arrived: list[torch.Tensor] = []
+    parameters = [torch.nn.Parameter(torch.zeros(16, device="cpu", dtype=torch.float32)) for _ in range(3)]
+    arrived: list[torch.Tensor | None] = []
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda each: arrived.append(each.grad))
     payload, target = bytes(_FRAME), bytearray(_FRAME)
-    with ExitStack() as open_sockets:
-        one, other = (open_sockets.enter_context(each) for each in socket.socketpair())
+    with ExitStack() as opened:
+        one, other = (opened.enter_context(each) for each in socket.socketpair())
 
         def work() -> None:
-            with torch.enable_grad():
-                torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
+            torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
             for parameter in parameters:
                 parameter.grad = None
                 one.sendall(payload)
@@ -90,7 +144,7 @@ def _small_work() -> float:
 
 def _memory_rates() -> tuple[float, float]:
     """Bytes/s at which one core copies, and at which it adds to a buffer."""
-    one, other = torch.ones(_ELEMENTS), torch.ones(_ELEMENTS)
+    one, other = (torch.ones(_ELEMENTS, device="cpu", dtype=torch.float32) for _ in range(2))
     size = one.numel() * one.itemsize
 
     def rate(action: Callable[[], object]) -> float:

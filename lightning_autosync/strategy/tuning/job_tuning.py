@@ -11,14 +11,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import bytes_text, counted
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.collectives import OWN_GROUP, separate_group
+from lightning_autosync.engine.collectives import OWN_GROUP, broadcast_json, separate_group
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.errors import OpeningError
-from lightning_autosync.measure.probe.description import check_places
 from lightning_autosync.plan import Schedule, compile_plan
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.log import rank_zero_info
@@ -36,7 +36,7 @@ from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.pass_times import NOTES
 from lightning_autosync.strategy.tuning.preparation import Preparation, forget, prepare, remember
 from lightning_autosync.strategy.tuning.prices import PlanPrices
-from lightning_autosync.strategy.tuning.proposals import JobLinks, changed_cluster, changed_links, find_links
+from lightning_autosync.strategy.tuning.proposals import JobLinks, compare_links, find_links
 from lightning_autosync.strategy.tuning.report import MeasuredSteps, TrialReport, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
 
@@ -170,8 +170,10 @@ class JobTuning:
         try:
             self._begin_trials(engine, open_engine, reserve, use)
         except BaseException:
-            engine.close()
-            self.close()
+            try:
+                engine.close()
+            finally:
+                self.close()
             raise
         return engine
 
@@ -239,6 +241,7 @@ class JobTuning:
             rank_zero_info(f"AutoSync: plan {found.plan.fingerprint} instead: {found.reason}")
             if self._preparation is not None and dist.get_rank(self._group) == 0:
                 assert self._settings.tuning is not None
+                # It is the plan of an earlier job. The next job would fail to open it again and try no other.
                 forget(self._preparation, self._settings.tuning.cache)
         # Not in the handler: the error's traceback keeps the buffers of the engine that could not be opened.
         return open_engine(found.schedule, timeout)
@@ -292,7 +295,7 @@ class JobTuning:
         if tuner.ended and not ended and dist.get_rank(self._group) == 0:
             assert self._preparation is not None
             assert self._settings.tuning is not None
-            # The plan that ranks could not open this time may be the better one for later jobs.
+            # Without the plan that ranks could not open, the search of this job was not complete.
             if not self._fell_back:
                 remember(self._preparation, tuner, self._settings.tuning.cache)
         return False
@@ -370,18 +373,14 @@ class JobTuning:
         assert tuning is not None
         assert self.links is not None
         begin = time.monotonic()
-        found, known = find_links(None, *self._shape, tuning.probe, self._settings.timeout), self.links.cluster
-        # Ranks do not move while they run. So the description groups them in another way, and a comparison of the rates
-        # would tell nothing.
-        fault = found.fault or " ".join(check_places(known, found.cluster))
-        changes = [] if fault else changed_links(known, found.cluster)
-        which = "They" if known.interface_count == 1 else "Those of the first interface, which alone are measured,"
-        self._checks.append(
-            f"links were measured again in {time.monotonic() - begin:.1f} s, because {reason}. "
-            + (" ".join(changes) or fault or f"{which} have not changed.")
-        )
+        known = self.links
+        found = find_links(None, *self._shape, tuning.probe, self._settings.timeout, known.constants)
+        # Unlike processors may round rates differently, so rank 0 compares them for all.
+        is_first = dist.get_rank(self._group) == 0
+        words, changed = broadcast_json(compare_links(known, found) if is_first else None, self._group)
+        self._checks.append(f"links were measured again in {time.monotonic() - begin:.1f} s, because {reason}. {words}")
         rank_zero_info(f"AutoSync: {self._checks[-1]}")
-        if changes:
-            self.links = replace(found, cluster=changed_cluster(known, found.cluster))
+        if changed is not None:
+            self.links = replace(found, cluster=ClusterSpec.from_dict(changed, source="the links of rank 0"))
             self._changes += 1
-        return bool(changes)
+        return changed is not None

@@ -19,6 +19,7 @@ from lightning_autosync.plan import builders
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import Evidence, TunedPlan, TuningCache, TuningKey
 from lightning_autosync.strategy.agreement import agree
+from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.resolution import checked_workload
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative, LiveTuner
@@ -124,6 +125,7 @@ def forget(preparation: Preparation, cache: str | None) -> None:
     """Remove the plan of an earlier job that ranks cannot open, so that the next job searches; call it on rank 0."""
     if cache is not None and preparation.remembered is not None:
         _memory(cache).remove(preparation.key)
+        rank_zero_info("AutoSync: this plan of an earlier job is forgotten; the next job searches plans again")
 
 
 def _memory(cache: str) -> TuningCache:

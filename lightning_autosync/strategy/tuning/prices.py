@@ -131,7 +131,7 @@ class PlanPrices:
             timed, self._cluster, self._constants, self._plans, self._limit, PATIENCE + self._limit, self._overlaps
         )
         if not found:
-            raise PredictorError(f"they take more than {self._limit:g} s of CPU time, which tuning.search allows")
+            raise PredictorError(f"they took more CPU time than tuning.search allows ({self._limit:g} s)")
         if not all(map(math.isfinite, found)):
             raise PredictorError(f"predicted seconds are {found}")
         self._found = found

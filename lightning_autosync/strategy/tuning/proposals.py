@@ -15,7 +15,7 @@ from lightning_autosync.documents import counted, seconds_text
 from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.errors import MissingPackageError
 from lightning_autosync.measure.errors import LaunchError
-from lightning_autosync.measure.probe.description import check_rates, with_seen_rates
+from lightning_autosync.measure.probe.description import check_places, check_rates, with_seen_rates
 from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
@@ -72,7 +72,14 @@ class Proposals:
     reason: str
 
 
-def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: float, timeout: float) -> JobLinks:
+def find_links(
+    cluster: ClusterSpec | None,
+    nodes: int,
+    devices: int,
+    probe: float,
+    timeout: float,
+    constants: Constants | None = None,
+) -> JobLinks:
     """Find the hosts of the default process group, and measure them and the links between them; collective.
 
     Args:
@@ -82,6 +89,7 @@ def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: flo
         devices: number of ranks per node.
         probe: maximum seconds of the measurement of links; 0 measures nothing, and takes default costs of hosts.
         timeout: seconds that ranks wait for each other.
+        constants: costs of the hosts, if they are known already; None measures them.
     """
     if cluster is not None:
         if cluster.measured and probe and (found := compare_rates(cluster, timeout)):
@@ -89,27 +97,38 @@ def find_links(cluster: ClusterSpec | None, nodes: int, devices: int, probe: flo
                 f"cluster '{cluster.name}': {'; '.join(found)}. The plan is chosen for the described rates: correct "
                 "them, or give no cluster, so that the job measures its links"
             )
-        constants = host_constants() if probe and cluster.measured else Constants()
+        if constants is None:
+            constants = host_constants() if probe and cluster.measured else Constants()
         return JobLinks(cluster, constants, "" if cluster.measured else "its rates are not given", DESCRIBED)
     try:
         survey = survey_job(timeout, limit=probe)
     except LaunchError as error:
         uniform = ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
-        return JobLinks(uniform, Constants(), str(error), "not measured")
-    nothing_predicted = survey.fault or len(survey.cluster.nodes) == 1
-    constants = Constants() if nothing_predicted else host_constants()
+        return JobLinks(uniform, constants or Constants(), str(error), "not measured")
+    if constants is None:
+        predicts = not survey.fault and len(survey.cluster.nodes) > 1
+        constants = host_constants() if predicts else Constants()
     origin = f"links measured in {survey.seconds:.1f} s"
     return JobLinks(survey.cluster, constants, survey.fault or "", origin)
 
 
-def changed_links(before: ClusterSpec, now: ClusterSpec) -> list[str]:
-    """The changes between two measurements of the same job, in words; empty if there are none."""
-    return check_rates(before, now, "before")
+def compare_links(known: JobLinks, found: JobLinks) -> tuple[str, dict[str, Any] | None]:
+    """How a later measurement of a job's links differs from what was known.
 
-
-def changed_cluster(before: ClusterSpec, now: ClusterSpec) -> ClusterSpec:
-    """The cluster after such a change. Interfaces that are not measured stay as described."""
-    return now if before.interface_count == 1 else with_seen_rates(before, now)
+    Returns:
+        What has changed, in words; and the changed cluster as plain data, None if there is no change to answer.
+        Interfaces that are not measured stay as described.
+    """
+    before, now = known.cluster, found.cluster
+    # Ranks do not move while they run. So if the places differ, the description groups ranks in another way, and a
+    # comparison of the rates would tell nothing.
+    if fault := found.fault or " ".join(check_places(before, now)):
+        return fault, None
+    several = before.interface_count > 1
+    if changes := check_rates(before, now, "before"):
+        return " ".join(changes), (with_seen_rates(before, now) if several else now).to_dict()
+    which = "Those of the first interface, which alone are measured," if several else "They"
+    return f"{which} have not changed.", None
 
 
 def propose(

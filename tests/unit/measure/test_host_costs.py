@@ -7,50 +7,81 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.probe import hosts
 from lightning_autosync.replay import Constants
 
-MACHINE = "one machine"
+Rank = tuple[str, list[int], list[float] | None]
+"""A rank's machine, its cores, and its seconds of small work and rates of memory."""
+USUAL = hosts.REFERENCE
 
 
-def constants(work: float, others: Sequence[Sequence[Any]] = ()) -> Constants:
-    """The constants if this rank needs ``work`` core-seconds, beside other ranks' machine, work and memory rates."""
-    with (
-        mock.patch.object(hosts, "boot_id", return_value=MACHINE),
-        mock.patch.object(hosts, "_small_work", return_value=work),
-        mock.patch.object(hosts, "gather_json", lambda own: [own, *others]),
-        mock.patch.object(hosts.dist, "get_world_size", return_value=1 + len(others)),
-    ):
+def constants(*ranks: Rank) -> Constants:
+    """The constants if ranks measure this."""
+    with mock.patch.object(hosts, "gather_json", return_value=ranks), mock.patch.object(hosts.dist, "barrier"):
         return hosts.host_constants()
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
 def test_costs_grow_with_the_time_of_small_work(factor: float) -> None:
-    found = constants(factor * hosts.REFERENCE)
+    found, known = constants(("a", [0], [factor * USUAL, 1e9, 2e9])), Constants()
     for name, cost in hosts.COSTS.items():
         assert getattr(found, name) == pytest.approx(factor * cost)
+    assert found.scan_rate == pytest.approx(known.scan_rate / factor)
+    assert found.merge_cost == pytest.approx(factor * known.merge_cost)
+    assert found.encode.int8 / known.encode.int8 == pytest.approx(found.decode.fp16 / known.decode.fp16)
+    assert found.encode.int8 < known.encode.int8 or factor < 1
+    assert (found.copy_rate, found.reduce_rate) == (1e9, 2e9)
 
 
-def test_ranks_count_alike() -> None:
-    found = constants(hosts.REFERENCE, [[MACHINE, 3 * hosts.REFERENCE, 1e9, 3e9]])
-    assert found.gradient_cost == pytest.approx(2 * hosts.COSTS["gradient_cost"])
+def test_the_slowest_machine_counts_with_the_mean_of_its_ranks() -> None:
+    slow = ("slow", [0], [2 * USUAL, 1e9, 1e9]), ("slow", [0], [4 * USUAL, 3e9, 1e9])
+    found = constants(("fast", [0], [USUAL, 9e9, 9e9]), *slow)
+    assert found.gradient_cost == pytest.approx(3 * hosts.COSTS["gradient_cost"])
+    assert (found.copy_rate, found.reduce_rate) == (2e9, 1e9)
 
 
 def test_cores_are_shared_by_the_ranks_of_one_machine_only() -> None:
-    other = [hosts.REFERENCE, 1e9, 1e9]
-    assert constants(hosts.REFERENCE, [[MACHINE, *other]]).cores == usable_cores()
-    assert constants(hosts.REFERENCE, [["another machine", *other]]).cores is None
-    assert constants(hosts.REFERENCE).cores is None
+    work = [USUAL, 1e9, 1e9]
+    assert constants(("a", [0, 1], work), ("a", [0, 1], work)).cores == 2
+    assert constants(("a", [0], work), ("a", [1], work), ("a", [2], work)).cores == 3  # each rank has its own core
+    assert constants(("a", [0, 1], work), ("b", [0, 1], work)).cores is None
+    assert constants(("a", [0, 1], work)).cores is None
 
 
-def test_each_cost_is_a_field_whose_default_is_of_the_same_order() -> None:
-    for name, cost in hosts.COSTS.items():
-        default = getattr(Constants(), name)
-        assert default == 0 or name == "message_delay" or 1 / 10 < cost / default < 10
+@pytest.mark.parametrize("measured", [None, [0.0, 1e9, 1e9]], ids=["a fault", "a clock that ticks coarsely"])
+def test_a_rank_that_cannot_measure_gives_all_the_defaults(measured: list[float] | None) -> None:
+    found = constants(("a", [0, 1], [USUAL, 1e9, 1e9]), ("a", [0, 1], measured))
+    assert found == Constants(cores=2)
 
 
-def test_the_work_takes_time_and_memory_has_a_rate() -> None:
-    assert 1e-6 < hosts._small_work() < 0.1
+@pytest.mark.parametrize("fault", [OSError("no file"), MemoryError(), ZeroDivisionError()], ids=repr)
+def test_a_fault_is_no_measurement(fault: Exception) -> None:
+    with mock.patch.object(hosts, "_small_work", side_effect=fault):
+        assert hosts._measured() is None
+
+
+def test_one_thread_is_measured() -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+
+    def rates(*_: Any) -> Sequence[float]:
+        seen.append(torch.get_num_threads())
+        return 1e9, 1e9
+
+    torch.set_num_threads(3)
+    try:
+        with mock.patch.object(hosts, "_memory_rates", rates):
+            found = hosts._measured()
+        assert seen == [1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None
+    assert 1e-6 < found[0] < 0.1
+
+
+def test_memory_has_a_rate_and_this_rank_has_cores() -> None:
     assert all(1e7 < rate < 1e13 for rate in hosts._memory_rates())
+    assert len(hosts._cores()) == usable_cores()

@@ -131,6 +131,27 @@ def test_only_the_links_of_the_first_interface_are_corrected() -> None:
     assert check_cluster(found, ClusterSpec.from_dict(seen)) == []
 
 
+def racks(uplink: float) -> ClusterSpec:
+    """Two racks of two nodes, each with a second interface to a switch of its own."""
+    data = two_interfaces([1e7] * 4, [4e7] * 4).to_dict()
+    data["switches"] = ["s0", "s1", "rack"]
+    for node in data["nodes"][2:]:
+        node["interfaces"][0]["links"] = ["rack"]
+    for link in data["links"]:
+        link["b"] = "rack" if link["a"] in ("n2", "n3") and link["b"] == "s0" else link["b"]
+    data["links"].append({"a": "s0", "b": "rack", "bandwidth": uplink})
+    return ClusterSpec.from_dict(data)
+
+
+@pytest.mark.parametrize("uplink", [5e5, 1e6, 2.5e6])
+def test_a_shared_link_that_became_slower_slows_the_nodes_behind_it(uplink: float) -> None:
+    described, seen = racks(5e6), racks(uplink).with_interfaces(1)
+    assert check_cluster(described, seen)
+    found = with_seen_rates(described, seen)
+    assert rates_of(found) == {**rates_of(described), "s0 rack": pytest.approx((uplink, uplink))}
+    assert check_cluster(found, seen) == []
+
+
 def test_links_that_recover_are_corrected_back() -> None:
     slow = two_interfaces([1e7, 1e7, 4e6, 1e7], [4e7] * 4)
     assert rates_of(with_seen_rates(slow, ClusterSpec.star([1e7] * 4)))["n2 s0"] == pytest.approx((1e7, 1e7))
