@@ -410,8 +410,11 @@ def divided() -> str:
     own = dist.get_rank() == 1
     Contest._decide = lambda self: own if min(self.passes) >= 4 else None  # type: ignore[method-assign]
     try:
-        with hurrying(opened=False):  # one rank opens a plan alone
-            jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), max_epochs=12)
+        # One rank opens a plan alone, and may wait for the other one, whose process does not end here.
+        with hurrying(opened=False):
+            jobs.fit(
+                "Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT, timeout=timedelta(seconds=40)), max_epochs=12
+            )
     except ExchangeError as error:
         return str(error)
     finally:
