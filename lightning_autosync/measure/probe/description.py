@@ -84,12 +84,12 @@ def with_seen_rates(described: ClusterSpec, seen: ClusterSpec) -> ClusterSpec:
         ends = (sender, True), (receiver, False)
         return min((factors[end] for end in ends if end in factors), default=1.0)  # the nodes among the ends
 
-    found = _with_factors(described, of_nodes)
-    ratios = [measured / expected for _, expected, measured in _differences(found, _in_order_of(described, seen))]
+    corrected = _with_factors(described, of_nodes)
+    ratios = [measured / expected for _, expected, measured in _differences(corrected, _in_order_of(described, seen))]
     if not ratios:
-        return found
+        return corrected
     largest, names = max(ratios, key=lambda ratio: abs(math.log(ratio))), {node.name for node in described.nodes}
-    return _with_factors(found, lambda *ends: 1.0 if names & set(ends) else largest)
+    return _with_factors(corrected, lambda *ends: 1.0 if names & set(ends) else largest)
 
 
 def _with_factors(cluster: ClusterSpec, factor: Callable[[str, str], float]) -> ClusterSpec:

@@ -35,7 +35,7 @@ COSTS = {
     "host_cost": 0.8e-9,
 }
 """Costs and delays of `Constants` there: medians of probes among four and eight ranks on two cores, under the system's
-scheduling policy (`tests/benchmarks/host_costs.py`)."""
+scheduling policy (see `tests/benchmarks/host_costs.py`)."""
 _CODING = 0.38
 """Rates of compression there, relative to the defaults."""
 _ROUNDS = 40
