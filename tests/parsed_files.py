@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from lightning_autosync.cluster import configuration_directory
 
-_FOLDERS = tuple(str(folder.resolve()) for folder in (configuration_directory(), Path(hydra.__file__).parent))
+_FOLDERS = tuple(folder.resolve() for folder in (configuration_directory(), Path(hydra.__file__).parent))
 """Where files do not change while tests run."""
 
 
@@ -28,7 +28,7 @@ def remember() -> None:
 
     def remembered(source: Any) -> Any:
         path = Path(str(getattr(source, "name", source))).resolve()
-        if not str(path).startswith(_FOLDERS):
+        if not any(path.is_relative_to(folder) for folder in _FOLDERS):
             return load(source)
         if path not in found:
             found[path] = load(source)

@@ -51,8 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
 # Relatives of others, and what test_overlap.py, test_job_tuning.py or test_parity.py runs by other plans.
 LONG = (
     "clipping by value", "bf16-true", "unused, accumulation", "buffers, accumulation", "activation checkpoints",
-    "two optimizers, accumulation", "two optimizers, untoggled", "freezing", "tied", "plain", "64-true",
-    "clipping by norm", "frozen", "two optimizers, accumulation in place", "compiled part",
+    "two optimizers, accumulation", "two optimizers, untoggled", "freezing", "tied", "64-true", "frozen",
+    "two optimizers, accumulation in place", "compiled part",
 )  # fmt: skip
 
 
