@@ -115,15 +115,21 @@ def test_links_are_measured_if_steps_are_much_longer_than_remembered(period: flo
 
 
 def measured_again(
-    monkeypatch: pytest.MonkeyPatch, described: ClusterSpec, seen: ClusterSpec
+    monkeypatch: pytest.MonkeyPatch, described: ClusterSpec, seen: ClusterSpec, first: Any = None
 ) -> tuple[bool, ClusterSpec, str]:
-    """What a job does that has a description and measures other links: whether they changed, its cluster, its words."""
+    """What a job does that has a description and measures other links: whether they changed, its cluster, its words.
+
+    ``first`` is what rank 0 found, if this rank is another one.
+    """
     tuning: Any = object.__new__(JobTuning)
     tuning._settings = SimpleNamespace(tuning=SimpleNamespace(probe=1.0), timeout=1.0)
     tuning._shape, tuning._checks, tuning._changes = (len(described.nodes), 1), [], 0
     tuning.links = JobLinks(described, Constants(), origin=DESCRIBED)
     monkeypatch.setattr(job_tuning, "find_links", lambda *_: JobLinks(seen, Constants(), origin="measured"))
     monkeypatch.setattr(job_tuning, "rank_zero_info", lambda _: None)
+    tuning._group = None
+    monkeypatch.setattr(job_tuning.dist, "get_rank", lambda _: 0 if first is None else 1)
+    monkeypatch.setattr(job_tuning, "broadcast_json", lambda own, _: own if first is None else first)
     changed = tuning._measure_again("a test says so")
     assert tuning._changes == changed
     return changed, tuning.links.cluster, tuning._checks[0].partition("because a test says so. ")[2]
@@ -159,3 +165,12 @@ def test_hosts_that_were_described_as_several_nodes_are_no_change(monkeypatch: p
 def test_links_of_one_interface_are_replaced_by_those_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = ClusterSpec.star([1e7, 1e7, 2e6])
     assert measured_again(monkeypatch, ClusterSpec.star([1e7] * 3), seen)[:2] == (True, seen)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_rank_0_tells_the_others_whether_links_have_changed(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
+    """Unlike processors may round the same measurement differently."""
+    described, other = ClusterSpec.star([1e7] * 3), ClusterSpec.star([1e7, 1e7, 2e6])
+    told = ["words of rank 0", other.to_dict() if changes else None]
+    found = measured_again(monkeypatch, described, described if changes else other, told)
+    assert found == (changes, other if changes else described, "words of rank 0")
