@@ -178,7 +178,7 @@ def test_hits_are_complete_proposals_faster_than_the_best_builder(changed: Chang
 
 def test_the_page_counts_hits_and_says_what_times_are(kept: Path, page: Page) -> None:
     run = TuningRun.load(kept)
-    assert f"{run.hits} of {len(run.proposals)} proposals beat the best builder" in page.text
+    assert f"proposals beat the best builder {run.hits} of {len(run.proposals)}" in page.text
     assert "mean 30 ms a proposal, median 30 ms, " in page.text
     assert "minutes: start of the workers, opponents, search and final comparison; the start of the" in page.text
 
