@@ -177,7 +177,7 @@ class Engine:
         if not self._pending:
             self._end_pass()
         elif self.on_launch is not None:
-            if self._recorder is not None:
+            if self._recorder is not None and not any(each.waits_in_backward for each in self.schedule.messages):
                 self._recorder.overlap()
             self.on_launch()
 

@@ -186,6 +186,16 @@ class Message:
         """Whether its buffers are in memory that all ranks map."""
         return any(isinstance(transfer, SharedMemoryReduce) for transfer in self.rounds[0].transfers)
 
+    @cached_property
+    def waits_in_backward(self) -> bool:
+        """Whether a rank waits for others at the end of the backward pass, although steps overlap.
+
+        A later part of such a message needs what an earlier part brings from other ranks.
+        """
+        by_collectives = bool(self.rows) and self.collective
+        exchanged = any(isinstance(transfer, AllToAll) for each in self.rounds for transfer in each.transfers)
+        return len(self.rounds) > 1 or self.in_shared_memory or by_collectives or exchanged
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_autosync.cluster import ClusterSpec, synchronization_limit
-from lightning_autosync.plan.schedule import AllToAll, Message, Schedule, first_parameters_first
+from lightning_autosync.plan.schedule import Schedule, first_parameters_first
 from lightning_autosync.replay.bound import changed_bytes
 from lightning_autosync.replay.compute import ready_times
 from lightning_autosync.replay.prediction import Prediction
@@ -53,7 +53,8 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
         for name in message.variables
     }
     waits = max(
-        (arrivals[name] for message in schedule.messages if _waits(message) for name in message.variables), default=0.0
+        (arrivals[name] for message in schedule.messages if message.waits_in_backward for name in message.variables),
+        default=0.0,
     )
     layers = _layers(workload)
     for forward, backward, *optimizer in set(prediction.timeline.compute):
@@ -85,13 +86,6 @@ def least_overlapped_step(workload: Workload, cluster: ClusterSpec, framing: flo
         found.append(limit.seconds(framing * size, burst) + rest * beside / max(speeds))
         rest -= share
     return max(found)
-
-
-def _waits(message: Message) -> bool:
-    """Whether a rank blocks for a message at the end of the backward pass."""
-    rows = bool(message.rows) and message.collective
-    exchanged = any(isinstance(transfer, AllToAll) for each in message.rounds for transfer in each.transfers)
-    return len(message.rounds) > 1 or message.in_shared_memory or rows or exchanged
 
 
 def _layers(workload: Workload) -> list[tuple[list[str], float]]:

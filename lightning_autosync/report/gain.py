@@ -141,6 +141,9 @@ def gain_remarks(result: GainResult) -> Iterator[str]:
         )
     cut = f" ({CUT_BOUND}: possibly no plan is as fast)" if result.bounds_are == CUT_BOUND else ""
     if result.of("bound"):
-        yield f"bound: no exact plan has a shorter step, unless steps overlap or batches are shared out{cut}"
+        yield (
+            "bound without overlap: no exact plan has a shorter step, unless steps overlap or batches are shared "
+            f"out{cut}"
+        )
     if result.left_out:
         yield f"builders that do not apply: {', '.join(result.left_out)} (result.json has the reasons)"

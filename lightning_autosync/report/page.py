@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from lightning_autosync.report.timeline import TIMELINES, load_timelines, steps_
 from lightning_autosync.report.tuning_run import TuningRun
 from lightning_autosync.search.tuning.comparison import FinalComparison
 from lightning_autosync.search.tuning.records import LENIENT
-from lightning_autosync.search.tuning.result import RESULT
+from lightning_autosync.search.tuning.result import RESULT, sampler_text
 from lightning_autosync.search.tuning.settings import PACED
 
 REPORT = "report.html"
@@ -108,7 +107,7 @@ def _headlines(run: TuningRun) -> Iterator[Headline]:
     if (share := bound_share(run)) is not None:
         yield Headline(f"{share:.0%}", "of the speed bound of exact plans")
     if run.hit_rate is not None:
-        yield Headline(f"{run.hit_rate:.0%}", "of proposals beat the best builder")
+        yield Headline(f"{run.hits} of {len(run.proposals)}", "proposals beat the best builder")
 
 
 def _ratio(final: FinalComparison, opponent: str, what: str) -> Headline:
@@ -162,14 +161,14 @@ def _facts(run: TuningRun) -> dict[str, str]:
         "sampler": run.sampler + ("" if run.seed is None else f", seed {run.seed}"),
     }
     if timing.wall_seconds is not None:
-        facts["wall time"] = f"{timing.wall_seconds / 60:.1f} minutes, opponents and final comparison included"
+        facts["wall time"] = (
+            f"{timing.wall_seconds / 60:.1f} minutes: start of the workers, opponents, search and final comparison; "
+            "the start of the command and what follows (timeline, report) are not counted"
+        )
     if timing.trials_per_minute is not None:
         facts["pace"] = f"{timing.trials_per_minute:.1f} trials a minute"
     if timing.sampler_seconds_by_proposal:
-        each = timing.sampler_seconds_by_proposal
-        facts["sampler overhead"] = (
-            f"median {1e3 * statistics.median(each):.0f} ms a proposal, {sum(each):.1f} s in all"
-        )
+        facts["sampler overhead"] = sampler_text(timing.sampler_seconds_by_proposal)
     elif timing.sampler_seconds is not None:
         facts["sampler overhead"] = f"{timing.sampler_seconds:.1f} s in all"
     if run.result.study is not None:

@@ -105,8 +105,7 @@ def _search(run: TuningRun) -> Iterator[str]:
     if why := run.result.unsearched:
         yield f"{why[0].upper()}{why[1:]}."
     if run.hit_rate is not None:
-        hits = sum(run.hit(trial) for trial in run.proposals)
-        yield f"Of {len(run.proposals)} proposals of the sampler {hits} ({run.hit_rate:.0%}) beat the best builder."
+        yield f"Of {len(run.proposals)} proposals of the sampler {run.hits} ({run.hit_rate:.0%}) beat the best builder."
     if run.trials_to_98 is not None:
         yield f"98% of the best trial's speed was reached after {counted(run.trials_to_98, 'trial')}."
     if run.drift.seen:

@@ -148,11 +148,16 @@ class TuningRun:
         return limit is not None and self.complete_seconds.get(trial.number, math.inf) < limit
 
     @property
+    def hits(self) -> int:
+        """Number of the proposals that beat the best builder."""
+        return sum(self.hit(trial) for trial in self.proposals)
+
+    @property
     def hit_rate(self) -> float | None:
         """Share of the proposals that beat the best builder; None without proposals or without a builder."""
         if not self.proposals or self.builder_seconds is None:
             return None
-        return statistics.mean(self.hit(trial) for trial in self.proposals)
+        return self.hits / len(self.proposals)
 
     @property
     def best_seconds(self) -> float:

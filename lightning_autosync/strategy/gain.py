@@ -79,7 +79,7 @@ def predict_gain(
     built, left_out = _of_builders(workload, cluster, replay)
     bound = least_step(workload, cluster, constants.framing, constants.burst)
     # Emulated links may pass small gradients in one burst; the bound is then 0 and says nothing.
-    least = [_Price("bound", "bound", bound.seconds)] if bound.seconds > 0 else []
+    least = [_Price("bound", "bound without overlap", bound.seconds)] if bound.seconds > 0 else []
     best = settings[0].seconds
     return GainResult(
         workload=workload.name,

@@ -22,7 +22,7 @@ _REASONS = (
     f"for a while, because parameters were frozen, unfrozen or replaced (until {CALM} steps bring no other change)",
     "in the first steps, which show the time of the computation, by which other plans are predicted",
     "in each step in which weights are compared (check_replicas)",
-    "in the first steps with batch_shares='auto', and in each after which shares change",
+    "while batch_shares='auto' measures the first steps, and in the last step before each change of shares",
 )
 
 

@@ -84,6 +84,7 @@ WATCHED: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": "step", "plan": "ps", "cluster": PAIR, "check_replicas": 0},
     "shares": {"batch_shares": [3, 1], "plan": "all_reduce", "cluster": PAIR},
     "one machine": {},
+    "overlap on one machine": {"overlap": "step", "check_replicas": 0},
     "partial_reduce": {"plan": "partial_reduce", "semantics": "relaxed"},
     "asynchronous": {"plan": "asynchronous", "semantics": "relaxed"},
 }

@@ -90,17 +90,24 @@ def test_with_overlap_waits_and_what_was_hidden_are_those_of_the_next_forward_pa
     assert "100% of the steps ended their backward pass without a wait" in found["page"]
 
 
+def test_steps_do_not_overlap_where_sums_are_in_shared_memory(duo: Any, tmp_path: Any) -> None:
+    rows, found = watched(duo, tmp_path, "overlap on one machine")
+    assert "shared memory" in found["report"]
+    assert {row["autosync/overlapped_steps"] for row in rows} == {0.0}
+
+
 def test_with_batch_shares_the_share_of_the_rank_is_logged(duo: Any, tmp_path: Any) -> None:
     rows, found = watched(duo, tmp_path, "shares")
     assert {row["autosync/batch_share"] for row in rows} == {0.75}
     assert "\nbatch shares at first: 75.0%, 25.0% for ranks 0 to 1 (given)\n" in found["report"]
+    assert found["report"].endswith("\ntuning: no other plan is tried: the plan was given")
     assert '<td class="number">75.0%</td><td class="number">25.0%</td><td>given</td>' in found["page"]
 
 
 def test_the_page_of_a_job_on_one_machine_has_no_empty_parts(duo: Any, tmp_path: Any) -> None:
     _, found = watched(duo, tmp_path, "one machine")
     assert found["page"].count("no other plan is tried") == 1
-    assert found["report"].endswith("\ntuning: no other plan is tried")
+    assert found["report"].endswith("\ntuning: no other plan is tried: all ranks run on one machine")
     for empty in (
         "No picture of the links",
         "rates of the links are unknown",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -137,11 +137,13 @@ class FinalComparison(Record):
         return [(name, one, paired_ratio(reference, one.rounds)) for name, one in ordered]
 
 
-def announcement(plans: int, rivals: Sequence[str], rounds: int) -> str:
-    """How many plans are compared with which settings of DDP, and in how many rounds."""
+def announcement(plans: Iterable[str], rivals: Sequence[str], rounds: int) -> str:
+    """Which plans are compared with which settings of DDP, and in how many rounds."""
+    told = {PREDICTED: "the plan found by prediction alone", **{name: f"builder {name}" for name in builders.names()}}
+    named = [told.get(name, name) for name in plans]
     return (
-        f"comparing {counted(plans, 'plan')} with {', '.join(rivals)}: {counted(rounds, 'round')} to choose the "
-        "winner, then as many to judge it"
+        f"comparing {counted(len(named), 'plan')} ({', '.join(named)}) with {', '.join(rivals)}: "
+        f"{counted(rounds, 'round')} to choose the winner, then as many to judge it"
     )
 
 
@@ -166,7 +168,7 @@ def compare(
         TuningError: workers failed twice outside the plans' turns, or no plan is left.
         LaunchError: workers cannot be started again.
     """
-    _log.info(announcement(len(plans), rivals, job.settings.rounds))
+    _log.info(announcement(plans, rivals, job.settings.rounds))
     paths = {name: directory / "finalists" / f"{name}.yaml" for name in plans}
     for name, path in paths.items():
         plans[name].save(path)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -218,13 +219,22 @@ class TuningResult(Result):
         pace, proposals = self.timing.trials_per_minute, self.timing.sampler_seconds_by_proposal
         speed = ""
         if pace is not None and proposals:
-            speed = f"; {pace:.1f} a minute, sampler {1e3 * sum(proposals) / len(proposals):.0f} ms a proposal"
+            speed = f"; {pace:.1f} a minute; sampler: {sampler_text(proposals)}"
         yield f"{counted(len(states), 'trial')}: {counts}{speed}"
         drift = Drift(self.drift.reference_by_trial, self.drift.share)
         if drift.seen:
             yield f"the machine's speed drifted by {drift.spread:.0%}: trials are ranked relative to the reference plan"
         if self.timing.restarts:
             yield f"workers were restarted {counted(self.timing.restarts, 'time')}"
+
+
+def sampler_text(seconds: Sequence[float]) -> str:
+    """The sampler's time for a proposal, from its seconds for each of them.
+
+    A few proposals may take much longer than the others, so mean and median differ.
+    """
+    mean, median = 1e3 * statistics.fmean(seconds), 1e3 * statistics.median(seconds)
+    return f"mean {mean:.0f} ms a proposal, median {median:.0f} ms, {sum(seconds):.1f} s in all"
 
 
 def speedup_figures(final: FinalComparison) -> dict[str, str]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -228,6 +229,8 @@ class AutoShares(BatchShares):
         taken_back = self._balancer.taken_back
         parts = [count // self.unit for count in expected]
         best = self._balancer.record(parts, passes, [bound / self.unit for bound in bounds])
+        if best is None and not self.changes and (why := self._balancer.why_kept):
+            self.history[0] = replace(self.history[0], why=f"equal: {why}")
         if best is not None:
             counts = tuple(self.unit * part for part in best)
             self._next_change = counts, self._balancer.taken_back > taken_back
@@ -257,8 +260,8 @@ class AutoShares(BatchShares):
         why = "the last change made steps no faster" if taken_back else f"speeds relative to the slowest: {speeds}"
         self.history.append(SharesOfRanks.of(most, batch, counts, why))
         rank_zero_info(
-            f"AutoSync: from batch {batch} of this epoch on, ranks compute {', '.join(map(str, counts))} of "
-            f"{sum(counts)} samples ({why})"
+            f"AutoSync: {self.history[-1].place}, ranks compute {', '.join(map(str, counts))} of {sum(counts)} "
+            f"samples ({why})"
         )
 
 

@@ -116,6 +116,17 @@ class Balancer:
         """Whether many passes have not changed shares."""
         return self._trial is None and len(self._recent) == _MOST
 
+    @property
+    def why_kept(self) -> str:
+        """Why the present shares are kept, in words; empty as long as too few passes are known."""
+        noise = self._noise.deviation()
+        if math.isinf(noise) or len(self._recent) < FIRST_PASSES:
+            return ""
+        varies = f"the time of a rank varies by {noise:.0%} from step to step"
+        if noise > _TOO_NOISY:
+            return f"{varies}, too much to tell its speed"
+        return f"ranks do not differ enough in speed for clearly faster steps ({varies})"
+
     def forget(self) -> None:
         """Forget past passes, because steps from now on take other times; their noise is kept."""
         self._recent.clear()

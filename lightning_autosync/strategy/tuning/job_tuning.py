@@ -43,6 +43,9 @@ from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
 TRIAL_CONNECT_TIMEOUT = 10.0
 """Seconds in which ranks must connect for a plan that is tried, or for the first one after links have changed."""
 
+_NO_OTHER = "no other plan is tried"
+_ONE_MACHINE = "all ranks run on one machine"
+
 
 class JobTuning:
     """The plan of one replica, from the choice before the first step to the trials during training.
@@ -86,7 +89,7 @@ class JobTuning:
         self._schedules: list[Schedule] = []
         self._trials: list[TrialReport] = []
         self._checks: list[str] = []
-        self._ended = "no other plan is tried"
+        self._ended = _NO_OTHER
 
     @property
     def resolution(self) -> Resolution:
@@ -165,6 +168,8 @@ class JobTuning:
         """
         engine = self._open_first(open_engine)
         if not self.resolution.alternatives or self._group is not None:
+            if self.resolution.alternatives:
+                self._ended = f"{_NO_OTHER}: trials are for the first module only"
             self._record(engine)
             return engine
         try:
@@ -353,19 +358,33 @@ class JobTuning:
 
     def _prepare(self, also: Container[nn.Parameter]) -> Preparation | None:
         """Find links and plans, if the user gave no plan and links matter; collective."""
-        settings, tuning = self._settings, self._settings.tuning
-        on_cpu = all(parameter.device.type == "cpu" for parameter in self._module.parameters())
-        nodes = self._shape[0] if settings.cluster is None else len(settings.cluster.nodes)
-        if tuning is None or settings.plan is not None or not on_cpu or nodes == 1:
+        if reason := self._why_untuned():
+            self._ended = f"{_NO_OTHER}: {reason}"
             return None
-        if settings.cluster is None and not tuning.probe:
-            return None
-        found = prepare(settings, self._module, *self._shape, self._group, also, self.links)
+        found = prepare(self._settings, self._module, *self._shape, self._group, also, self.links)
         if found.on_one_host:
             self._shape = 1, found.links.cluster.world_size  # the nodes of this job are one machine
+            self._ended = f"{_NO_OTHER}: {_ONE_MACHINE}"
             return None
         self.links = found.links
         return found
+
+    def _why_untuned(self) -> str:
+        """Why links and plans are not searched, as far as the settings tell; empty if they are."""
+        settings, tuning = self._settings, self._settings.tuning
+        devices = {parameter.device.type for parameter in self._module.parameters()} - {"cpu"}
+        nodes = self._shape[0] if settings.cluster is None else len(settings.cluster.nodes)
+        if settings.plan is not None:
+            return "the plan was given"
+        if tuning is None:
+            return "the strategy does not tune (tuning='off')"
+        if devices:
+            return f"the model is on '{devices.pop()}', and jobs tune themselves on CPUs only"
+        if nodes == 1:
+            return _ONE_MACHINE
+        if settings.cluster is None and not tuning.probe:
+            return "links are neither described (cluster) nor measured (probe=0)"
+        return ""
 
     def _measure_again(self, reason: str) -> bool:
         """Measure the links again; returns whether they have changed. Collective."""

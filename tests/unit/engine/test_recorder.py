@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 from unittest.mock import Mock, call
 
@@ -15,7 +16,7 @@ from lightning_autosync.engine import Engine, profiling, tracing
 from lightning_autosync.engine.exchanges.native import AllReduceExchange
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.tracing import Recorder
-from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.workload import Variable, Workload
 
 PAIR = ClusterSpec.uniform(2, name="pair")
@@ -64,6 +65,25 @@ def test_exchanges_report_sums_only_to_a_recorder_that_asks(watches: bool) -> No
     asked, stopped = watch.call_args_list
     assert (asked.args[0] is not None) == watches
     assert stopped == call(None)
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_pass_that_waits_for_a_part_of_a_message_does_not_overlap(exchanged: bool) -> None:
+    group: dict[str, Any] = {"name": "weight", "variables": ["weight"], "topology": "native"}
+    if exchanged:  # an all-to-all, a sum, and an all-to-all back
+        group |= {"architecture": "parameter_server", "partition": {"axis": 0, "shards": 2}, "placement": [0, 1]}
+    plan = SyncPlan.from_dict({"format": "autosync-plan/1", "world_size": 2, "groups": [group]})
+    recorder, weight, launched = Recorder(1), nn.Parameter(torch.zeros(3)), Mock()
+    with pretended_job(2):
+        engine = Engine([("weight", weight)], compile_plan(plan, ONE, PAIR), watched=True, waits="parameters")
+        engine.on_launch = launched
+        engine.trace(recorder)
+        weight.sum().backward()
+        assert engine.pending == (0,)
+        engine.finish_message(0)
+        engine.close()
+    launched.assert_called_once_with()
+    assert recorder.end().overlapped != exchanged
 
 
 def test_without_a_profiler_there_is_one_context_for_all_work() -> None:

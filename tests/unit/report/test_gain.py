@@ -138,7 +138,7 @@ def test_the_table_fits_80_columns_and_times_are_in_the_unit_that_fits(result: G
             kind="builder", name="random_axis_partitioned_all_reduce", step_time=1.3, speedup=0.96, sent=8e8,
             messages=161, topologies=("native", "packed"),
         ),
-        GainRow(kind="bound", name="bound", step_time=0.4, speedup=3.125),
+        GainRow(kind="bound", name="bound without overlap", step_time=0.4, speedup=3.125),
     )  # fmt: skip
     found = result.model_copy(update={"rows": rows})
     lines = text_of(found).splitlines()

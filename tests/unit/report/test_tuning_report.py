@@ -171,8 +171,16 @@ def test_hits_are_complete_proposals_faster_than_the_best_builder(changed: Chang
 
     run = TuningRun.load(changed(slow_builder))
     proposals = [trial for trial in run.trials if trial.origin != "baseline"]
+    assert run.hits == 7
     assert run.hit_rate == pytest.approx(7 / len(proposals))
     assert f"Of {len(proposals)} proposals of the sampler 7 " in words(run.directory)
+
+
+def test_the_page_counts_hits_and_says_what_times_are(kept: Path, page: Page) -> None:
+    run = TuningRun.load(kept)
+    assert f"proposals beat the best builder {run.hits} of {len(run.proposals)}" in page.text
+    assert "mean 30 ms a proposal, median 30 ms, " in page.text
+    assert "minutes: start of the workers, opponents, search and final comparison; the start of the" in page.text
 
 
 def test_the_best_so_far_falls_to_the_best_trial(kept: Path) -> None:

@@ -120,12 +120,17 @@ def test_of_several_builders_the_one_that_wins_where_it_is_chosen_is_the_best():
 @pytest.mark.parametrize(
     ("plans", "rounds", "said"),
     [
-        (1, 5, "comparing 1 plan with ddp, ddp_1: 5 rounds to choose the winner, then as many to judge it"),
-        (2, 1, "comparing 2 plans with ddp, ddp_1: 1 round to choose the winner, then as many to judge it"),
+        (["ps"], 5, "1 plan (builder ps) with ddp, ddp_1: 5 rounds"),
+        (
+            ["ps", "trial_7", "predicted"],
+            1,
+            "3 plans (builder ps, trial_7, the plan found by prediction alone) with ddp, ddp_1: 1 round",
+        ),
     ],
 )
-def test_the_announcement_counts_plans_and_rounds(plans, rounds, said):
-    assert announcement(plans, ["ddp", "ddp_1"], rounds) == said
+def test_the_announcement_names_plans_and_counts_rounds(plans, rounds, said):
+    whole = f"comparing {said} to choose the winner, then as many to judge it"
+    assert announcement(plans, ["ddp", "ddp_1"], rounds) == whole
 
 
 def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
@@ -211,7 +216,7 @@ def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(t
     plans = {"ps": build("ps", job.workload, job.cluster)}
     rivals = ["ddp_5_view", "ddp_1", "ddp_5"]
     found = compare(job, None, plans, rivals, tmp_path)
-    assert announcement(1, rivals, 2) in caplog.messages
+    assert announcement(["ps"], rivals, 2) in caplog.messages
     assert seen == {"rounds": 4, "orders": [*rivals, "ps"], "contenders": [*rivals, "ps"]}
     assert os.listdir(tmp_path / "finalists") == ["ps.yaml"]
     assert (found["choosing"]["rounds"], found["settings"]["rounds"]) == (2, 2)

@@ -97,6 +97,14 @@ HEAVY = st.one_of(
 )
 
 
+def test_it_says_why_shares_are_kept() -> None:
+    job = Job(lambda _: [EQUAL] * 4)
+    assert job.run(2).balancer.why_kept == ""
+    assert job.run(30).balancer.why_kept.startswith("ranks do not differ enough in speed ")
+    noisy = Job(lambda _: [EQUAL] * 4, lambda drawn: drawn.choice((1.0, 5.0))).run(30)
+    assert noisy.balancer.why_kept.endswith("from step to step, too much to tell its speed")
+
+
 @given(ranks=st.integers(2, 8), noise=HEAVY, seed=st.integers(0, 1 << 30))
 @examples(200)
 def test_equal_ranks_keep_equal_shares_under_heavy_tailed_noise(ranks: int, noise: Draw, seed: int) -> None:

@@ -12,10 +12,12 @@ def test_each_reason_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "rank_zero_info", told.append)
     log = overlap.WaitLog()
     log.tell(False, False, False)
+    log.tell(False, False, False, True)
     for _ in range(2):
         log.tell(False, False, True)
         log.tell(True, False, True)
     assert [line.partition("backward pass ")[2].split()[0:3] for line in told] == [
+        ["while", "batch_shares='auto'", "measures"],
         ["in", "each", "step"],
         ["for", "a", "while,"],
     ]
