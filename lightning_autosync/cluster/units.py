@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pydantic import BeforeValidator, WithJsonSchema
 
 PAYLOAD_SHARE = 1448 / 1514
@@ -72,12 +73,13 @@ def warn_of_bare_rates(data: Any, source: str) -> None:
         source: the file's name.
     """
     found = list(_small_bare_rates(data, "", False))
-    if found:
+    if found and not getattr(rank_zero_only, "rank", None):  # the command line has no rank
         place, number = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        rank_zero_warn(
+        warnings.warn(
             f"{source}: {place}: {number} is {number} bytes/s{more}; write '{number} Mbit/s', or '{number} B/s' if "
-            "that is meant"
+            "that is meant",
+            stacklevel=3,
         )
 
 
