@@ -51,6 +51,7 @@ $(SPHINX): $(READY) pyproject.toml constraints.txt
 # torch comes first and alone, so that the pinned build is there before anything else asks for it. The replay is compiled
 # here, so that neither the demo nor the tests have to wait for it.
 $(READY): pyproject.toml constraints.txt
+	@echo "installing into $(VENV); this takes some minutes"
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'

@@ -68,7 +68,7 @@ class StepTimes(L.Callback):
 def train(strategy: Strategy) -> tuple[Digits, dict[str, float]]:
     """Train on `RANKS` processes; the trained model and what it logged."""
     L.seed_everything(0, verbose=False)
-    model = Digits()
+    model = Digits().double()  # the job returns its weights to this model, whose precision they take
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",

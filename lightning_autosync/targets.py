@@ -35,7 +35,7 @@ def find(field: str, name: str) -> Any:
         with _hydra_silent():
             return get_object(name)
     except Exception as error:  # imports of user code raise errors of all kinds
-        raise DocumentError(f"{field}: '{name}' cannot be imported: {_line(error.__cause__ or error)}") from None
+        raise DocumentError(f"{field}: '{name}' cannot be imported: {_why(name, error)}") from None
 
 
 def make(field: str, configuration: dict[str, Any], kind: type = object) -> Any:
@@ -53,7 +53,7 @@ def make(field: str, configuration: dict[str, Any], kind: type = object) -> Any:
         # "all" converts nested configurations to plain lists and mappings, which user code expects.
         made = instantiate(configuration, _convert_="all")
     except InstantiationException as error:
-        raise DocumentError(f"{field}: '{target}': {_line(error.__cause__ or error)}") from error
+        raise DocumentError(f"{field}: '{target}': {_why(str(target), error)}") from error
     if not isinstance(made, kind):
         raise DocumentError(f"{field}._target_: '{target}' is {type(made).__name__}, no {kind.__name__}")
     return made
@@ -85,6 +85,19 @@ def _hydra_silent() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def _why(name: str, error: BaseException) -> str:
+    """Why a target failed: its module does not have it, or what the error says."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # Hydra looks for a module of that name where a module lacks an attribute.
+        if isinstance(cause, ModuleNotFoundError) and f"{name}.".startswith(f"{cause.name}."):
+            parent, _, last = str(cause.name).rpartition(".")
+            if parent:
+                return f"module {parent} has no '{last}'"
+        cause = cause.__cause__
+    return _line(error.__cause__ or error)
 
 
 def _line(error: BaseException) -> str:

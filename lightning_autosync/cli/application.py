@@ -48,7 +48,7 @@ def main() -> None:
     """
     interrupts.end_at_once()
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(usage())
+        _print_page(usage())
         sys.exit(0 if len(sys.argv) > 1 else _WRONG_LINE)
     verb = sys.argv[1]
     if verb not in VERBS:
@@ -118,7 +118,7 @@ def run_verb(verb: str) -> None:
     from lightning_autosync.cli.configuration import check_options, check_overrides, help_text
 
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(help_text(verb, VERBS[verb]))
+        _print_page(help_text(verb, VERBS[verb]))
         return
     with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
         interrupts.remove_at_end(folder)
@@ -214,9 +214,21 @@ def _flush_output() -> None:
     try:
         sys.stdout.flush()
     except OSError as cause:
-        # Discard the rest of the buffer, so that the flush at exit succeeds.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         raise UnwritableError(f"standard output: {cause.strerror}") from None
+
+
+def _print_page(text: str) -> None:
+    """Print a text, of which a program such as ``head`` may read only the beginning."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Discard standard output from here on, what is still buffered included, so that the flush at exit succeeds."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_reported(configuration: Any) -> bool:

@@ -14,6 +14,7 @@ import yaml
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.cluster.files import shipped_clusters
+from lightning_autosync.cluster.units import warn_of_bare_rates
 from lightning_autosync.documents import SUFFIXES, naming_lines, read_data, write_text
 from lightning_autosync.errors import ClusterError, DocumentError
 
@@ -30,7 +31,7 @@ accept them (`Configuration.RENAMED`). But Hydra rejects old names on the comman
 WORDS: Mapping[str, tuple[str, ...]] = {"cache": ("action", "key")}
 """By verb, the keys whose values may be given as words without their names, in this order."""
 _DIRECTORY = ("--config-dir", "-cd")
-_SEARCH_PATH = "hydra.searchpath"
+SEARCH_PATH = "hydra.searchpath"
 _CLUSTER_PATH = re.compile(r"[+~]*cluster(?:@[^=]*)?=.*(?:\.\.|(?<=[\s'\"(\[,=])/|\.(?:ya?ml|json)\b)")
 """An override of the cluster group whose value has a path out of the group's folder, or a file's suffix."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -91,15 +92,37 @@ def prepared(arguments: Sequence[str], folder: Path) -> list[str]:
     searched = directories if has_files else directories[:-1]
     if searched:
         why = "with a cluster file" if has_files else "several times"
-        if any(argument.lstrip("+").startswith(f"{_SEARCH_PATH}=") for argument in others):
-            raise DocumentError(f"--config-dir: given {why} and with {_SEARCH_PATH}; add the directory to the latter")
+        if any(argument.lstrip("+").startswith(f"{SEARCH_PATH}=") for argument in others):
+            raise DocumentError(f"--config-dir: given {why} and with {SEARCH_PATH}; add the directory to the latter")
         if missing := [directory for directory in directories if not os.path.isdir(directory)]:
             raise DocumentError(f"--config-dir: directory {missing[0]} does not exist")
-        paths = ",".join(_quoted(f"file://{os.path.abspath(directory)}") for directory in searched)
-        made = with_override(made, f"{_SEARCH_PATH}=[{paths}]")
+        made = with_override(made, _search_path(searched))
     if has_files:
         return [*made, "--config-dir", str(folder)]
     return [*made, "--config-dir", directories[-1]] if searched else list(arguments)
+
+
+def for_compose(arguments: Sequence[str]) -> list[str] | None:
+    """The overrides for `hydra.compose`: the directory of ``--config-dir``, which it does not take, is searched too.
+
+    None if it cannot compose what Hydra will compose: options name other files, or several directories are searched.
+    """
+    directories, others = _split(arguments)
+    if any(argument.startswith(("--config", "-c", "--cfg")) for argument in others):
+        return None
+    overrides = [argument for argument in others if not argument.startswith("-")]
+    if not directories:
+        return overrides
+    searched = any(override.lstrip("+").startswith(f"{SEARCH_PATH}=") for override in overrides)
+    if searched or not all(map(os.path.isdir, directories)):
+        return None
+    return [_search_path(directories), *overrides]
+
+
+def _search_path(directories: Sequence[str]) -> str:
+    """The override that has Hydra search directories."""
+    paths = ",".join(_quoted(f"file://{os.path.abspath(directory)}") for directory in directories)
+    return f"{SEARCH_PATH}=[{paths}]"
 
 
 def refuse_passwords(arguments: Sequence[str]) -> None:
@@ -122,7 +145,7 @@ def _directories_of_options(arguments: Sequence[str]) -> list[str]:
     directories, others = _split(arguments, (*_DIRECTORY, "--config-path", "-cp"))
     for argument in others:
         key, _, value = argument.partition("=")
-        if key.lstrip("+") == _SEARCH_PATH:
+        if key.lstrip("+") == SEARCH_PATH:
             paths = (path.strip(" '\"").removeprefix("file://") for path in value.strip("[]").split(","))
             directories += [path for path in paths if path and "://" not in path]
     return directories
@@ -227,6 +250,7 @@ def _write_option(choice: str, option: Path) -> None:
     data = read_data(path, ClusterError)
     with naming_lines(path):
         ClusterSpec.from_dict(data, choice)
+    warn_of_bare_rates(data, choice)
     write_text(option, json.dumps(_without_interpolation(data)))  # JSON is valid YAML, and Hydra reads only *.yaml
 
 

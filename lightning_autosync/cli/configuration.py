@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from lightning_autosync.cli.arguments import SEARCH_PATH, for_compose
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import did_you_mean
 from lightning_autosync.errors import DocumentError
@@ -79,10 +80,9 @@ def check_overrides(verb: str, arguments: Sequence[str]) -> None:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
-    if any(argument.startswith(("--config", "-c", "--cfg")) for argument in arguments):
-        # `compose` does not see options of other directories, and --cfg only prints; so leave the check to Hydra.
-        return
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    overrides = for_compose(arguments)
+    if overrides is None:
+        return  # `compose` does not see all files, or --cfg only prints; so leave the check to Hydra
     with initialize_config_dir(str(configuration_directory()), version_base="1.3"):
         try:
             for combination in _combinations(overrides):
@@ -245,7 +245,9 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
 
     groups = _groups(verb)
     chosen = [
-        override for override in overrides if override.startswith("hydra/") or override.partition("=")[0] in groups
+        override
+        for override in overrides
+        if override.startswith("hydra/") or override.partition("=")[0] in (*groups, SEARCH_PATH)
     ]
     node, place = _compose(verb, next(iter(_combinations(chosen))), key.startswith("hydra.")), ""
     for part in key.split(".")[:-1]:

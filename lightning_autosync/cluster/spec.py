@@ -105,19 +105,14 @@ class Link(Record):
         """Seconds by which an emulated link delays packets in each direction."""
         return self.latency if self.latency > HIDDEN_LATENCY else 0.0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_reverse(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("reverse_bandwidth") is None:
-            return {**data, "reverse_bandwidth": data.get("bandwidth")}
-        return data
-
     @model_validator(mode="after")
     def _check(self) -> Link:
         if self.a == self.b:
             raise ValueError(f"b: a link needs two different ends, both are '{self.a}'")
         if self.bandwidth is None and self.reverse_bandwidth is not None:
             raise ValueError("bandwidth: missing although reverse_bandwidth is given")
+        if self.reverse_bandwidth is None:  # filled in here, so that a wrong bandwidth is one mistake and not two
+            object.__setattr__(self, "reverse_bandwidth", self.bandwidth)
         return self
 
     @model_serializer(mode="wrap")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pydantic import BeforeValidator, WithJsonSchema
 
 PAYLOAD_SHARE = 1448 / 1514
@@ -37,6 +39,9 @@ SECONDS_UNITS: Mapping[str, float] = {
     "ns": 1e-9,
 }
 
+_RATE_FIELDS = ("bandwidth", "bandwidths", "reverse_bandwidth", "uplink", "local_bandwidth")
+"""The fields of cluster files that are rates."""
+
 _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s]*)")
 
 
@@ -44,6 +49,8 @@ LARGEST_RATE = 1e18
 """Largest rate in bytes/s."""
 SMALLEST_RATE = 1e-3
 """Smallest rate in bytes/s."""
+SLOWEST_BARE = 125e3
+"""Rate in bytes/s (1 Mbit/s) below which a number without a unit was probably meant in another unit."""
 LONGEST = 1e6
 """Largest time in seconds."""
 LARGEST_SIZE = 1e18
@@ -56,6 +63,36 @@ def parse_rate(value: Any) -> float:
     if not SMALLEST_RATE <= rate <= LARGEST_RATE:
         raise ValueError(f"must be {SMALLEST_RATE:g} to {LARGEST_RATE:g} bytes/s")
     return rate
+
+
+def warn_of_bare_rates(data: Any, source: str) -> None:
+    """Warn once if rates of a cluster file are numbers without a unit that are below `SLOWEST_BARE`.
+
+    Args:
+        data: the file's content, which was validated.
+        source: the file's name.
+    """
+    found = list(_small_bare_rates(data, "", False))
+    if found and not getattr(rank_zero_only, "rank", None):  # the command line has no rank
+        place, number = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        warnings.warn(
+            f"{source}: {place}: {number} is {number} bytes/s{more}; write '{number} Mbit/s', or '{number} B/s' if "
+            "that is meant",
+            stacklevel=3,
+        )
+
+
+def _small_bare_rates(data: Any, place: str, is_rate: bool) -> Iterator[tuple[str, str]]:
+    """The place and the number of each such rate within plain data."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            yield from _small_bare_rates(value, f"{place}.{name}" if place else name, name in _RATE_FIELDS)
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            yield from _small_bare_rates(value, f"{place}[{index}]", is_rate)
+    elif is_rate and data is not None and not _QUANTITY.fullmatch(str(data).strip())[2] and float(data) < SLOWEST_BARE:
+        yield place, str(data).strip()
 
 
 def parse_seconds(value: Any) -> float:

@@ -173,7 +173,10 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("settings", "message"),
     [
         ({"model": {"_target_": "nowhere.Model"}}, r"^model\._target_: 'nowhere\.Model' cannot be imported: No module"),
-        ({"model": {"_target_": "torch.nn.Modul"}}, r"^model\._target_: 'torch\.nn\.Modul' cannot be imported: "),
+        (
+            {"model": {"_target_": "torch.nn.Modul"}},
+            r"^model\._target_: 'torch\.nn\.Modul' cannot be imported: module ",
+        ),
         ({"model": {}}, r"^model: expected _target_"),
         ({"model": {"kind": "layers", "tensors": 3, "width": 2, "batch": 1}}, "^model: tensors: every layer has two"),
         ({"data": {"batch_size": 3}}, "^data: expected _target_"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -205,6 +207,16 @@ def test_help_has_every_option_and_every_key_with_its_meaning(
     assert "hydra:" not in told
 
 
+@pytest.mark.parametrize("line", ["bench --help", "--help"])
+def test_help_of_which_nothing_is_read_ends_silently(line: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        command = [sys.executable, "-m", "lightning_autosync.cli", *line.split()]
+        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_says_all_of_each_option(verb: str) -> None:
     told = help_text(verb, VERBS[verb])
@@ -287,6 +299,40 @@ def test_a_file_of_a_cluster_becomes_an_option(tmp_path: Path) -> None:
     assert prepared(["cluster=one_node"], folder) == ["cluster=one_node"]
     with pytest.raises(DocumentError, match=r"cluster: file other\.yaml does not exist"):
         prepared(["cluster=other.yaml"], folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("model=vgg_lik", r"model: 'vgg_lik' is not known; did you mean 'vgg_like' or .*\? allowed: "),
+        ("model=vgg_like model.scal=1", r"model\.scal: unknown key; did you mean model\.scale\? allowed in model: "),
+        ("cluster_fastest=400Mbit/s", r"cluster_fastest: unknown key; did you mean cluster\? allowed: "),
+        ("cluster.nmae=x", r"cluster\.nmae: unknown key; did you mean cluster\.name\? allowed in cluster: "),
+    ],
+)
+def test_beside_a_file_of_a_cluster_one_line_names_the_key(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text(CLUSTER.format(name="mine"))
+    monkeypatch.setattr(sys, "argv", ["autosync", "predict", *words.split(), f"cluster={tmp_path}/mine.yaml"])
+    with pytest.raises(SystemExit, match=f"^autosync predict: {message}") as caught:
+        main()
+    assert "\n" not in str(caught.value.code)
+
+
+def test_an_option_of_a_directory_is_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "of_mine.yaml").write_text("kind: flat\nmib: 1\n")
+    check_overrides("bench", ["--config-dir", str(tmp_path), "model=of_mine", "model.mib=2"])
+    with pytest.raises(DocumentError, match=r"^model\.mob: unknown key; did you mean model\.mib\?"):
+        check_overrides("bench", ["--config-dir", str(tmp_path), "model=of_mine", "model.mob=2"])
+
+
+def test_a_file_of_a_cluster_with_a_slow_rate_without_a_unit_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("format: autosync-cluster/1\nname: mine\nuniform: {nodes: 2, bandwidth: 400}\n")
+    with pytest.warns(UserWarning, match=f"^{path}: uniform.bandwidth: 400 is 400 bytes/s; write '400 Mbit/s'"):
+        prepared([f"cluster={path}"], tmp_path / "found")
 
 
 def test_a_file_of_a_cluster_gives_values_and_runs_nothing(tmp_path: Path) -> None:

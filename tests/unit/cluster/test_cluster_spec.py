@@ -62,6 +62,7 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**PAIR, "links": [link("a", "b"), link("b", "a")]}, "links[1]: 'b' and 'a' are linked already"),
     ({**PAIR, "links": [link("a", "b", bandwidth=0)]}, "links[0].bandwidth: must be more than zero (got 0)"),
     ({**PAIR, "links": [link("a", "b", latency="-1 us")]}, "links[0].latency: must be zero or more"),
+    ({**PAIR, "links": [link("a", "b", bandwidth=-1)]}, "bandwidth: must be more than zero (got -1) (line"),
     (
         {**PAIR, "links": [link("a", "b", bandwidth=None, reverse_bandwidth=1)]},
         "links[0]: bandwidth: missing although reverse_bandwidth is given",
@@ -113,6 +114,31 @@ def test_shipped_clusters_load_round_trip_and_meet_their_schema(name: str, tmp_p
         assert ClusterSpec.load(path).fingerprint == spec.fingerprint
     check_schema(ClusterSpec, yaml.safe_load(shipped_clusters()[name].read_text()))
     check_schema(ClusterSpec, spec.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("short_form", "told"),
+    [
+        (
+            {"star": {"bandwidths": [400, "100", "100 B/s"]}},
+            "star.bandwidths[0]: 400 is 400 bytes/s (and 1 more); write '400 Mbit/s', or '400 B/s' if that is meant",
+        ),
+        (
+            {"uniform": {"nodes": 2, "bandwidth": 99999.5}},
+            "uniform.bandwidth: 99999.5 is 99999.5 bytes/s; write '99999.5 Mbit/s', or '99999.5 B/s' if that is meant",
+        ),
+        ({"uniform": {"nodes": 2, "bandwidth": 125000, "latency": 1}}, None),
+        ({"racks": {"racks": 1, "nodes_per_rack": 2, "bandwidth": "1 B/s", "uplink": "1e9"}}, None),
+        ({"uniform": {"nodes": 2, "bandwidth": None}}, None),
+    ],
+)
+def test_a_slow_rate_without_a_unit_is_told_once(
+    short_form: dict[str, Any], told: str | None, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump({**HEAD, **short_form}))
+    resolve_cluster(path)
+    assert [str(warning.message) for warning in recwarn] == ([f"{path}: {told}"] if told else [])
 
 
 BEYOND: tuple[dict[str, Any], ...] = (
