@@ -91,7 +91,7 @@ def _small_bare_rates(data: Any, place: str, is_rate: bool) -> Iterator[tuple[st
     elif isinstance(data, list):
         for index, value in enumerate(data):
             yield from _small_bare_rates(value, f"{place}[{index}]", is_rate)
-    elif is_rate and data is not None and not _QUANTITY.fullmatch(str(data).strip())[2] and float(data) < SLOWEST_BARE:
+    elif is_rate and data is not None and not _QUANTITY.sub(r"\2", str(data).strip()) and float(data) < SLOWEST_BARE:
         yield place, str(data).strip()
 
 
