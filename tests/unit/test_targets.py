@@ -1,4 +1,4 @@
-"""What is said of user code that a configuration names, and that does not work."""
+"""Errors about user code that a configuration names and that does not work."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def find_links(
 
 
 def compare_links(known: JobLinks, found: JobLinks) -> tuple[str, dict[str, Any] | None]:
-    """How a later measurement of a job's links differs from what was known.
+    """Compare a later measurement of the links of a job with the earlier one.
 
     Returns:
         What has changed, in words; and the changed cluster as plain data, None if there is no change to answer.
