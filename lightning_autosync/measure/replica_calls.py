@@ -22,7 +22,16 @@ from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.settings import DDPOptions
 from lightning_autosync.measure.models.recipes import model_of
-from lightning_autosync.measure.replicas import SEED, DDPReplica, HybridReplica, PlanReplica, Replica, Training
+from lightning_autosync.measure.replicas import (
+    SEED,
+    DDPReplica,
+    HybridReplica,
+    OverlapReplica,
+    PlanReplica,
+    Replica,
+    Training,
+)
+from lightning_autosync.measure.workers.devices import Device
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.workload import Workload, capture
 
@@ -43,6 +52,8 @@ def set_up(
     plan: dict[str, Any] | None = None,
     workload: dict[str, Any] | None = None,
     hybrid: dict[str, Any] | None = None,
+    device: Device = "cpu",
+    overlap: bool = False,
 ) -> None:
     """Create a contender: DDP with the arguments ``ddp``, ``plan`` for ``workload``, or a ``hybrid`` plan.
 
@@ -54,16 +65,19 @@ def set_up(
         ddp: fields of `DDPOptions`.
         plan, workload: a `SyncPlan` and its `Workload`.
         hybrid: a `HybridPlan`.
+        device: where the module trains.
+        overlap: whether the sums of a plan travel while the next forward pass computes.
     """
     described = ClusterSpec.from_dict(cluster)
-    training = Training.of(model_of(model), sparse, described)
+    training = Training.of(model_of(model), sparse, described, device)
     if ddp is not None:
         _live[name] = DDPReplica(training, DDPOptions(**ddp), described)
     elif hybrid is not None:
         _live[name] = HybridReplica(training, HybridPlan.from_dict(hybrid), described, timeout)
     else:
         documents = SyncPlan.from_dict(plan), Workload.from_dict(workload)
-        _live[name] = PlanReplica(training, *documents, described, timeout)
+        kind = OverlapReplica if overlap else PlanReplica
+        _live[name] = kind(training, *documents, described, timeout)
 
 
 def tear_down(name: str) -> None:
@@ -105,7 +119,9 @@ def deviation(name: str, reference: str) -> float:
 
 def _gradients(replica: Replica) -> list[Tensor]:
     torch.manual_seed(SEED + dist.get_rank())  # so that dropout draws the same masks for each contender
-    replica.backward()
+    # Convolutions of GPUs round to TF32 by default, which would hide differences below 1e-3.
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        replica.backward()
     gradients = replica.gradients()
     replica.module.zero_grad()
     return gradients

@@ -4,12 +4,10 @@ This module does not import ``annotations`` from ``__future__``: DDP compares th
 with types, and postponed annotations are strings.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,21 +18,28 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine import Engine
+from lightning_autosync.engine import Engine, StepOverlap, defer_steps
 from lightning_autosync.engine.collectives import BufferBroadcast
+from lightning_autosync.engine.engine import Waits
 from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.measure.bench.settings import DDPOptions
+from lightning_autosync.measure.clocks import clock_of
 from lightning_autosync.measure.models.model import Batch, Model
 from lightning_autosync.measure.models.paced import PacedModule
+from lightning_autosync.measure.workers.devices import Device
 from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.workload import Workload, variable_names
 
 SEED = 0
@@ -50,18 +55,24 @@ class Training:
         module: module that returns the loss of a batch.
         batches: batches, used in turn.
         step_optimizer: makes the optimizer's step; None if there is no optimizer.
+        optimizer: the optimizer; None if there is none, or if its step is paced.
     """
 
     module: nn.Module
     batches: Sequence[Batch]
     step_optimizer: Callable[[], object] | None
+    optimizer: Optimizer | None = None
 
     @classmethod
-    def of(cls, model: Model, sparse: bool, cluster: ClusterSpec) -> Self:
+    def of(cls, model: Model, sparse: bool, cluster: ClusterSpec, device: Device = "cpu") -> Self:
         """From a recipe; the modules of all contenders and ranks start with the same weights."""
         torch.manual_seed(SEED)
-        module = model.module(sparse, _speed(cluster))
-        return cls(module, model.batches(dist.get_rank()), model.optimizer(module))
+        module = model.module(sparse, _speed(cluster)).to(device)
+        batches = tree_map_only(Tensor, lambda part: part.to(device), model.batches(dist.get_rank()))
+        if isinstance(module, PacedModule):
+            return cls(module, batches, module.step_optimizer)
+        optimizer = model.optimizer(module)
+        return cls(module, batches, None if optimizer is None else optimizer.step, optimizer)
 
     @classmethod
     def paced(cls, workload: Workload, cluster: ClusterSpec) -> Self:
@@ -93,12 +104,13 @@ class Replica(ABC):
 
     def run(self, steps: int) -> list[float]:
         """Seconds of each of ``steps`` steps; collective, since a barrier lets all ranks start together."""
+        clock = clock_of(self._parameters[0].device)
         dist.barrier()
-        times = [time.perf_counter()]
+        moments = [clock.now()]
         for _ in range(steps):
             self.step()
-            times.append(time.perf_counter())
-        return [end - start for start, end in pairwise(times)]
+            moments.append(clock.now())
+        return clock.durations(moments)
 
     def step(self, recorder: Recorder | None = None) -> None:
         """One training step, on the next batch."""
@@ -108,9 +120,7 @@ class Replica(ABC):
             self._step_optimizer()
         if self._after_step is not None:
             self._after_step()
-        # Module.zero_grad would walk through the modules, which costs 3 us per parameter.
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._clear_gradients()
 
     def backward(self, batch: int = 0, recorder: Recorder | None = None) -> None:
         """Forward and backward pass of one batch; afterwards gradients are means over ranks."""
@@ -118,6 +128,11 @@ class Replica(ABC):
         if recorder is not None:
             recorder.end_forward()
         loss.backward()
+
+    def _clear_gradients(self) -> None:
+        # Module.zero_grad would walk through the modules, which costs 3 us per parameter.
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
         """Copies of the whole gradients of all parameters; collective."""
@@ -156,12 +171,18 @@ class PlanReplica(Replica):
         AutoSyncError: plan, workload and cluster do not match.
     """
 
+    waits: Waits = "backward"
+
     def __init__(
         self, training: Training, plan: SyncPlan, workload: Workload, cluster: ClusterSpec, timeout: float
     ) -> None:
         super().__init__(training)
-        self.schedule = compile_plan(plan, workload, cluster)
-        self.engine = Engine(variable_names(self.module), self.schedule, cluster=cluster, timeout=timeout)
+        two_levels = self._parameters[0].is_cuda  # as in jobs on NCCL
+        self.schedule = compile_plan(plan, workload, cluster, two_level_collectives=two_levels)
+        if self.waits == "parameters":
+            self.schedule = first_parameters_first(self.schedule, [variable.name for variable in workload.variables])
+        names = variable_names(self.module)
+        self.engine = Engine(names, self.schedule, cluster=cluster, timeout=timeout, waits=self.waits)
         self._buffers = BufferBroadcast(self.module)
 
     @property
@@ -174,6 +195,42 @@ class PlanReplica(Replica):
 
     def close(self) -> None:
         self.engine.close()
+
+
+class OverlapReplica(PlanReplica):
+    """As `PlanReplica`, and sums travel while the next forward pass computes (``overlap="step"``).
+
+    Raises:
+        DocumentError: there is no optimizer whose steps can be made message by message.
+    """
+
+    waits = "parameters"
+
+    def __init__(
+        self, training: Training, plan: SyncPlan, workload: Workload, cluster: ClusterSpec, timeout: float
+    ) -> None:
+        optimizer = training.optimizer
+        fault = "the model has no optimizer" if optimizer is None else defer_steps(optimizer)
+        if optimizer is None or fault:
+            raise DocumentError(f"overlap: {fault}")
+        super().__init__(training, plan, workload, cluster, timeout)
+        self._optimizer = optimizer
+        self._overlap = StepOverlap(self.module)
+        self._overlap.follow(self.engine)
+
+    def run(self, steps: int) -> list[float]:
+        times = super().run(steps)
+        self._overlap.settle()  # so that the next contender has the links for itself
+        if self._parameters[0].is_cuda:
+            torch.cuda.synchronize()
+        return times
+
+    def _clear_gradients(self) -> None:
+        self._optimizer.zero_grad()  # which does not wait for sums
+
+    def close(self) -> None:
+        self._overlap.close()
+        super().close()
 
 
 class HybridReplica(Replica):

@@ -20,6 +20,7 @@ from lightning_autosync.measure.launches.launch import Launch
 from lightning_autosync.measure.launches.settings import StartedLaunch
 from lightning_autosync.measure.step_time import Steps
 from lightning_autosync.measure.workers import InputError, LaunchError, WorkerError, WorkerPool
+from lightning_autosync.measure.workers.devices import Device
 from lightning_autosync.measure.workers.job_pool import JobPool, JobRank
 
 Scheduling = Literal["none", "batch"]
@@ -70,6 +71,7 @@ class MeasurementSession:
         timeout: maximum seconds of one call.
         scheduling: the kernel's scheduling policy for the workers.
         within_job: whether the workers are the ranks of a torchrun job, of which this process is rank 0.
+        device: where workers that this session starts train.
 
     Attributes:
         links: measured rates of emulated links.
@@ -82,12 +84,14 @@ class MeasurementSession:
         timeout: float,
         scheduling: Scheduling = "batch",
         within_job: bool = False,
+        device: Device = "cpu",
     ) -> None:
         self._cluster = cluster
         self._launch_settings = launch
         self._timeout = timeout
         self._scheduling: Scheduling = scheduling
         self._within_job = within_job
+        self._device: Device = device
         self._stack = ExitStack()
         self._launch: Launch | None = None
         self._job: JobPool | None = None
@@ -118,11 +122,14 @@ class MeasurementSession:
         """The live pool.
 
         Raises:
+            InputError: workers cannot use the device.
             LaunchError: workers cannot be started here, or failed to start twice.
         """
         if self._pool is None:
             try:
                 self._pool = self._start()
+            except InputError:
+                raise
             except WorkerError as error:  # a busy machine may delay a worker beyond the timeout once
                 _log.warning("workers did not start: %s; trying once more", reason(error))
                 try:
@@ -220,7 +227,13 @@ class MeasurementSession:
             return self._job
         _log.info("starting %s", counted(self._cluster.world_size, "worker"))
         scheduling = None if self._scheduling == "none" else self._scheduling
-        return WorkerPool(self._cluster.world_size, self._launch, timeout=self._timeout, scheduling=scheduling)
+        return WorkerPool(
+            self._cluster.world_size,
+            self._launch,
+            timeout=self._timeout,
+            scheduling=scheduling,
+            device=self._device,
+        )
 
     def _check_ranks(self, job: JobPool) -> None:
         if job.world_size != self._cluster.world_size:

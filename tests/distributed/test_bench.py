@@ -11,6 +11,7 @@ from typing import Any
 import bench_modules
 import forked
 import pytest
+import torch
 
 from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import prepare
@@ -20,6 +21,7 @@ from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.measure.workers import WorkerError
 
+OVERLAP = ("+contenders.overlap.builder=ps", "+contenders.overlap.overlap=true")
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 
 
@@ -33,7 +35,7 @@ def found(tmp_path_factory) -> tuple[dict[str, Any], str]:
     """What one short run left, and what it printed."""
     directory = tmp_path_factory.mktemp("bench")
     sizes = ("model.tensors=8", "model.width=64", "model.batch=8", "rounds=2", "steps=3", "warm_up=2")
-    finished = autosync(directory, "ddp=short", *sizes, "+contenders.star.builder=ps", "hydra.run.dir=run")
+    finished = autosync(directory, "ddp=short", *sizes, "+contenders.star.builder=ps", *OVERLAP, "hydra.run.dir=run")
     assert finished.returncode == 0, finished.stderr
     assert (directory / "run" / "result.png").stat().st_size > 1000
     document = json.loads((directory / "run" / "result.json").read_text())
@@ -44,7 +46,8 @@ def found(tmp_path_factory) -> tuple[dict[str, Any], str]:
 @pytest.mark.slow
 def test_every_contender_every_round_every_rank_every_step(found):
     document, printed = found
-    assert list(document["contenders"]) == ["ddp", "ddp_static", "ddp_view", "ddp_view_static", "native", "star"]
+    names = ["ddp", "ddp_static", "ddp_view", "ddp_view_static", "native", "star", "overlap"]
+    assert list(document["contenders"]) == names
     for name, contender in document["contenders"].items():
         rounds = contender["step_seconds_by_round_and_rank"]
         assert [[len(steps) for steps in ranks] for ranks in rounds] == [[3, 3], [3, 3]]
@@ -55,6 +58,22 @@ def test_every_contender_every_round_every_rank_every_step(found):
 def test_all_contenders_compute_the_same_gradients(found):
     document, _ = found
     assert all(contender["gradient_deviation"] < 1e-5 for contender in document["contenders"].values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_missing_is_named(tmp_path: Path) -> None:
+    finished = autosync(tmp_path, "ddp=short", "device=cuda", "hydra.run.dir=run")
+    assert finished.returncode != 0
+    assert "device: cuda: host " in finished.stderr
+    assert "has no usable GPU (torch " in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_overlap_needs_an_optimizer() -> None:
+    model = {"kind": "layers", "tensors": 4, "width": 8, "batch": 2, "learning_rate": None}
+    settings = {"model": model, "warm_up": 1, "contenders": {"late": {"builder": "all_reduce", "overlap": True}}}
+    with pytest.raises(WorkerError, match="overlap: the model has no optimizer"):
+        run_bench(BenchSettings.parse(settings))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="bytes are read from /proc")

@@ -116,6 +116,7 @@ def _prepared(
         "sparse": contender.embeddings == "sparse",
         "cluster": cluster.to_dict(),
         "timeout": settings.exchange_timeout,
+        "device": settings.device,
     }
     try:
         if contender.ddp is not None:
@@ -123,12 +124,15 @@ def _prepared(
             return _Prepared({**order, "ddp": contender.ddp.model_dump()}, contender.ddp.exactness)
         if contender.plan is not None and HybridPlan.is_in(contender.plan):
             hybrid = _hybrid_plan(contender.plan, settings.model, cluster)
+            if contender.overlap:
+                raise DocumentError("overlap: hybrid plans have none; allowed: false")
             return _Prepared({**order, "hybrid": hybrid.to_dict()}, plan_class(hybrid))
         plan, reason = _plan(contender, workload, cluster, shares_cores=settings.launch.kind == "local")
         compile_plan(plan, workload, cluster, contender.plan or "plan")
     except AutoSyncError as error:
         raise DocumentError(f"contenders.{name}: {error}") from None
-    return _Prepared({**order, "plan": plan.to_dict(), "workload": workload.to_dict()}, plan_class(plan), reason)
+    documents = {"plan": plan.to_dict(), "workload": workload.to_dict(), "overlap": contender.overlap}
+    return _Prepared({**order, **documents}, plan_class(plan), reason)
 
 
 def _hybrid_plan(path: str, model: Model, cluster: ClusterSpec) -> HybridPlan:

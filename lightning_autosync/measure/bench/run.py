@@ -37,7 +37,9 @@ def run_bench(
         WorkerError: a worker failed; during a contender's turn, this is a `ContenderError`.
     """
     preparation = prepare(settings)
-    with MeasurementSession(preparation.cluster, settings.launch, settings.timeout, settings.scheduling) as session:
+    with MeasurementSession(
+        preparation.cluster, settings.launch, settings.timeout, settings.scheduling, device=settings.device
+    ) as session:
         return play(settings, preparation, session, keep, report)
 
 

@@ -12,6 +12,7 @@ from lightning_autosync.measure.launches.settings import ClusterSettings, Launch
 from lightning_autosync.measure.models.imported import with_arguments
 from lightning_autosync.measure.models.model import Embeddings
 from lightning_autosync.measure.models.recipes import AnyModel
+from lightning_autosync.measure.workers.devices import Device
 
 BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
 Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]
@@ -89,6 +90,7 @@ class ContenderSettings(Record):
         plan: path of a plan file, hybrid plans included.
         embeddings: gradients of embeddings: ``dense``, ``sparse`` (``nn.Embedding(sparse=True)``), or ``rows``, which
             are dense but only touched rows are sent (plans only).
+        overlap: whether sums travel while the next forward pass computes, as with ``overlap="step"`` (plans only).
     """
 
     ddp: DDPOptions | None = None
@@ -96,6 +98,7 @@ class ContenderSettings(Record):
     arguments: dict[str, Any] = Field(default_factory=dict)
     plan: str | None = None
     embeddings: Embeddings = "dense"
+    overlap: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -109,6 +112,8 @@ class ContenderSettings(Record):
         kinds = [name for name in ("ddp", "builder", "plan") if getattr(self, name) is not None]
         if len(kinds) != 1:
             raise ValueError(f"expected exactly one of ddp, builder and plan, got {' and '.join(kinds) or 'none'}")
+        if self.ddp is not None and self.overlap:
+            raise ValueError("overlap: DDP has none; allowed: false")
         if self.ddp is not None and self.embeddings == "rows":
             raise ValueError("embeddings: DDP does not support 'rows'; allowed: dense, sparse")
         return self
@@ -126,6 +131,7 @@ class BenchSettings(ClusterSettings):
         model: model to train.
         launch: where the ranks run.
         ranks: number of ranks; None uses the cluster's.
+        device: where the ranks train. Ranks of a host share its GPUs if it has fewer.
         scheduling: the kernel's scheduling policy for all contenders.
         warm_up: number of steps of each contender before the first round.
         rounds: number of turns of each contender.
@@ -140,6 +146,7 @@ class BenchSettings(ClusterSettings):
     model: AnyModel
     launch: StartedLaunch = LaunchSettings()
     ranks: PositiveInt | None = None
+    device: Device = "cpu"
     scheduling: Literal["none", "batch"] = "batch"
     warm_up: PositiveInt = LEAST_WARM_UP
     rounds: PositiveInt = LEAST_ROUNDS
@@ -157,6 +164,9 @@ class BenchSettings(ClusterSettings):
         self._check_cluster()
         if self.cluster_scale != 1.0 and self.cluster_fastest is not None:
             raise ValueError("cluster_scale and cluster_fastest exclude each other; set one of them")
+        if self.device != "cpu" and (self.timeline or self.model.kind == "paced"):
+            which = "timeline" if self.timeline else "model: paced"
+            raise ValueError(f"{which}: needs device=cpu, because paced computation is on the CPU")
         self._check_periods()
         taken = {options.name for options in self.ddp.options()} & self.contenders.keys()
         if taken:

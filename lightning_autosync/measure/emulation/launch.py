@@ -89,6 +89,10 @@ class EmulatedLaunch:
         return {
             ADDRESSES: ",".join(self.network.address(node, one) for one in range(self.cluster.interface_count)),
             "GLOO_SOCKET_IFNAME": self.network.interface(node),
+            # All nodes are one machine, but NCCL shall send over the emulated links.
+            "NCCL_HOSTID": self.namespaces[node],
+            "NCCL_SOCKET_IFNAME": self.network.interface(node),
+            "NCCL_NET": "Socket",
             "LOCAL_RANK": str(self.cluster.ranks_of(node).index(rank)),
             "GROUP_RANK": str(node),
         }

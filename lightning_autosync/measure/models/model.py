@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from pydantic import PositiveFloat
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_autosync.documents import Record
 from lightning_autosync.workload import Workload, describe
@@ -38,11 +38,9 @@ class Model(Record):
             speed: relative speed of the rank's node; only paced computation uses it.
         """
 
-    def optimizer(self, module: nn.Module) -> Callable[[], object] | None:
-        """A function that makes the optimizer's step for such a module; None if there is no optimizer."""
-        if self.learning_rate is None:
-            return None
-        return torch.optim.SGD(module.parameters(), self.learning_rate).step
+    def optimizer(self, module: nn.Module) -> Optimizer | None:
+        """The optimizer of such a module, if it has one."""
+        return None if self.learning_rate is None else torch.optim.SGD(module.parameters(), self.learning_rate)
 
     @abstractmethod
     def batches(self, rank: int) -> list[Batch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -267,9 +266,8 @@ class Paced(Model):
     def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
         return PacedModule(self.workload("sparse" if sparse else "rows"), speed)
 
-    def optimizer(self, module: nn.Module) -> Callable[[], object] | None:
-        assert isinstance(module, PacedModule)
-        return module.step_optimizer
+    def optimizer(self, module: nn.Module) -> None:
+        """None, because the module paces the optimizer's step itself (`PacedModule.step_optimizer`)."""
 
     def batches(self, rank: int) -> list[Batch]:
         return [(torch.tensor(rank * BATCHES + number),) for number in range(BATCHES)]

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lightning_autosync.measure.errors import LaunchError, WorkerError
 from lightning_autosync.measure.launches.launch import Launch, LocalLaunch
 from lightning_autosync.measure.workers.calls import function_name, wrong_input
+from lightning_autosync.measure.workers.devices import Device
 from lightning_autosync.measure.workers.process import WorkerProcess
 
 GRACE = 5.0  # seconds for the other ranks to answer after one has raised
@@ -45,6 +46,7 @@ class WorkerPool:
         meet: whether to make the process group. If False, the called functions make one with ``env://`` as under
             torchrun, and an error closes the pool.
         echo: whether to copy what rank 0 prints to this process's stderr.
+        device: where the workers train. On ``cuda``, their process group has NCCL beside gloo.
 
     Raises:
         LaunchError: the launch requires another number of ranks, or ``scheduling`` is unknown.
@@ -63,11 +65,13 @@ class WorkerPool:
         order_timeout: float | None = None,
         meet: bool = True,
         echo: bool = False,
+        device: Device = "cpu",
     ) -> None:
         self.world_size = world_size
         self.launch = launch or LocalLaunch()
         self.timeout = timeout if order_timeout is None else order_timeout
         self._meet = meet
+        self._device: Device = device
         if self.launch.world_size not in (None, world_size):
             raise LaunchError(f"the launch is for {self.launch.world_size} ranks, but the pool has {world_size}")
         if scheduling not in (None, "batch"):
@@ -154,7 +158,7 @@ class WorkerPool:
     def _join(self, deadline: float) -> None:
         order: dict[str, Any] = {"action": "announce", "port": self._port}
         if self._meet:
-            order = {"action": "join", "port": self._port, "group": self._generation}
+            order = {"action": "join", "port": self._port, "group": self._generation, "device": self._device}
         self._exchange(list(range(self.world_size)), order, deadline)
 
     def _renew(self) -> None:

@@ -4,7 +4,8 @@ It reads orders, JSON lines on its stdin, and answers each with one line on its 
 its stderr:
 
 - ``{"action": "serve"}`` (rank 0 only): open the rendezvous store; answers its port.
-- ``{"action": "join", "port": p, "group": g}``: join the process group number ``g``, leaving any earlier one.
+- ``{"action": "join", "port": p, "group": g, "device": d}``: join the process group number ``g`` of workers that train
+  on ``cpu`` or ``cuda``, leaving any earlier one.
 - ``{"action": "announce", "port": p}``: let ``env://`` lead to that store; whoever is called makes the group itself.
 - ``{"action": "call", "function": "package.module:name", "arguments": {...}}``: answers what it returns.
 
@@ -27,6 +28,7 @@ from typing import IO, Any, NoReturn
 
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.measure.workers.calls import describe, find_function
+from lightning_autosync.measure.workers.devices import BACKENDS, Device, use_device
 
 PR_SET_PDEATHSIG = 1
 
@@ -85,14 +87,15 @@ class Member:
         """Open the store on a port that the system chooses, and return the port."""
         return self._connect(0).port
 
-    def join(self, port: int, group: int) -> None:
+    def join(self, port: int, group: int, device: Device) -> None:
         """Join process group number ``group``; collective."""
         os.environ["MASTER_PORT"] = str(port)
+        use_device(device)
         if self._dist.is_initialized():
             self._dist.destroy_process_group()
         store = self._dist.PrefixStore(f"group-{group}", self._store or self._connect(port))
         self._dist.init_process_group(
-            "gloo", store=store, rank=self._rank, world_size=self._world_size, timeout=self._timeout
+            BACKENDS[device], store=store, rank=self._rank, world_size=self._world_size, timeout=self._timeout
         )
 
     def announce(self, port: int) -> None:

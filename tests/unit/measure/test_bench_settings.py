@@ -38,6 +38,13 @@ def composed(*overrides: str) -> BenchSettings:
         ),
         ({"model": {"kind": "layers", "tensors": 3, "width": 8, "batch": 2}}, "tensors: .*must be even"),
         ({"model": {"kind": "flat", "mib": 0}}, "mib: .*greater than 0"),
+        (
+            {"device": "cuda", "model": {"kind": "paced", "catalogue": "vgg16"}},
+            "model: paced: needs device=cpu, because paced computation is on the CPU",
+        ),
+        ({"device": "cuda", "timeline": True}, "timeline: needs device=cpu"),
+        ({"device": "tpu"}, "device: Input should be 'cpu' or 'cuda'"),
+        ({"contenders": {"mine": {"ddp": {}, "overlap": True}}}, "overlap: DDP has none; allowed: false"),
         ({"model": {"kind": "paced"}}, "model: expected exactly one of catalogue and workload_file"),
         (
             {"model": {"kind": "paced", "catalogue": "vgg17"}},
