@@ -37,8 +37,8 @@ def choose_plan(
         bucket_bytes: bytes of a fused message; None for the builders' own size.
         shares_cores: whether the ranks of a node compute on the cores that move its messages.
         sharing_fault: reason why the ranks of a node cannot share memory; empty if they can.
-        accelerated: whether gradients are on accelerators. Other methods than the backend's all-reduce have not been
-            measured there, so none of them is chosen.
+        accelerated: whether gradients are on accelerators. Their costs are not known, so that no prediction decides
+            there.
     """
     sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     fused = serve_rows(builders.all_reduce(workload, cluster, **sizes), workload)
@@ -56,7 +56,10 @@ def choose_plan(
             f"large native all-reduces, because all ranks run on one machine but cannot share memory: {sharing_fault}"
         )
     if accelerated:
-        return fused, "fused native all-reduce, because no other method has been measured on accelerators"
+        return (
+            fused,
+            "fused native all-reduce, because on accelerators other plans must be measured before the first step",
+        )
     if not known:
         return fused, "fused native all-reduce, because no cluster is described"
     if not cluster.measured:

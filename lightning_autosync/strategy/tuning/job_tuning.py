@@ -30,6 +30,7 @@ from lightning_autosync.strategy.resolution import (
     with_connected_interfaces,
 )
 from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.tuning.accelerators import choose_measured
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
@@ -39,12 +40,15 @@ from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.proposals import JobLinks, compare_links, find_links
 from lightning_autosync.strategy.tuning.report import MeasuredSteps, TrialReport, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
+from lightning_autosync.workload import variable_names
 
 TRIAL_CONNECT_TIMEOUT = 10.0
 """Seconds in which ranks must connect for a plan that is tried, or for the first one after links have changed."""
 
 _NO_OTHER = "no other plan is tried"
 _ONE_MACHINE = "all ranks run on one machine"
+_FIRST_ONLY = "trials are for the first module only"
+_ON_DEVICES = "on accelerators plans are measured before the first step"
 
 
 class JobTuning:
@@ -100,8 +104,18 @@ class JobTuning:
     @property
     def notes(self) -> int:
         """Numbers of each rank that travel with the gradients of a job that tunes itself."""
-        tunes = self._group is None and bool(self.resolution.alternatives)
-        return NOTES if tunes and self._settings.overlap is None else 0
+        return NOTES if self._tries and self._settings.overlap is None else 0
+
+    @property
+    def _tries(self) -> bool:
+        """Whether plans are tried on training steps."""
+        return self._group is None and bool(self.resolution.alternatives) and self._device == "cpu"
+
+    @property
+    def _device(self) -> str:
+        """The type of the devices that compute, ``cpu`` only if all parameters are there."""
+        others = {parameter.device.type for parameter in self._module.parameters()} - {"cpu"}
+        return min(others, default="cpu")
 
     @property
     def trying(self) -> bool:
@@ -130,8 +144,7 @@ class JobTuning:
             self._module,
             *self._shape,
             self._group,
-            # Groups for two levels are subsets of the default group, but a second module in Fabric has its own group.
-            two_level_collectives=self._group is None and dist.get_backend() == "nccl",
+            two_level_collectives=self._two_level_collectives,
             unshared=memory_fault(self._module, *self._shape, self._group),
             also=also,
             proposals=None if found is None else found.proposals,
@@ -167,9 +180,9 @@ class JobTuning:
             ExchangeError: ranks cannot connect to each other.
         """
         engine = self._open_first(open_engine)
-        if not self.resolution.alternatives or self._group is not None:
+        if not self._tries:
             if self.resolution.alternatives:
-                self._ended = f"{_NO_OTHER}: trials are for the first module only"
+                self._ended = f"{_NO_OTHER}: {_ON_DEVICES if self._device != 'cpu' else _FIRST_ONLY}"
             self._record(engine)
             return engine
         try:
@@ -361,25 +374,44 @@ class JobTuning:
         if reason := self._why_untuned():
             self._ended = f"{_NO_OTHER}: {reason}"
             return None
-        found = prepare(self._settings, self._module, *self._shape, self._group, also, self.links)
+        found = prepare(self._settings, self._module, *self._shape, self._group, also, self.links, self._device)
         if found.on_one_host:
             self._shape = 1, found.links.cluster.world_size  # the nodes of this job are one machine
             self._ended = f"{_NO_OTHER}: {_ONE_MACHINE}"
             return None
         self.links = found.links
-        return found
+        return found if self._device == "cpu" else self._measured_on_device(found, also)
+
+    def _measured_on_device(self, found: Preparation, also: Container[nn.Parameter]) -> Preparation:
+        """The preparation, with the plan that is fastest when measured; collective."""
+        if found.proposals is None:
+            return found
+        chosen = choose_measured(
+            found.proposals,
+            variable_names(self._module, also),
+            found.workload,
+            found.links.cluster,
+            self._group,
+            self._two_level_collectives,
+            self._settings.timeout,
+        )
+        return replace(found, proposals=chosen)
+
+    @property
+    def _two_level_collectives(self) -> bool:
+        # Groups for two levels are subsets of the default group, but a second module in Fabric has its own group.
+        return self._group is None and dist.get_backend() == "nccl"
 
     def _why_untuned(self) -> str:
         """Why links and plans are not searched, as far as the settings tell; empty if they are."""
         settings, tuning = self._settings, self._settings.tuning
-        devices = {parameter.device.type for parameter in self._module.parameters()} - {"cpu"}
         nodes = self._shape[0] if settings.cluster is None else len(settings.cluster.nodes)
         if settings.plan is not None:
             return "the plan was given"
         if tuning is None:
             return "the strategy does not tune (tuning='off')"
-        if devices:
-            return f"the model is on '{devices.pop()}', and jobs tune themselves on CPUs only"
+        if self._device not in ("cpu", "cuda"):
+            return f"the model is on '{self._device}', and plans are chosen on 'cpu' and 'cuda' only"
         if nodes == 1:
             return _ONE_MACHINE
         if settings.cluster is None and not tuning.probe:

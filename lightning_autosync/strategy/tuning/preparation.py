@@ -61,6 +61,7 @@ def prepare(
     group: dist.ProcessGroup | None = None,
     also: Container[nn.Parameter] = (),
     links: JobLinks | None = None,
+    device: str = "cpu",
 ) -> Preparation:
     """Find hosts, links and plans of a job; collective.
 
@@ -74,6 +75,7 @@ def prepare(
         group: the ranks; None is the default group.
         also: frozen parameters that plans also cover.
         links: the links, if they are known already; the memory is then not asked.
+        device: type of the devices that compute, for example ``cpu`` or ``cuda``.
 
     Raises:
         DocumentError: (or a subclass, on every rank) model, cluster and job do not fit each other.
@@ -82,11 +84,13 @@ def prepare(
     assert tuning is not None
     workload = agree(lambda: checked_workload(settings, module, nodes, devices, also), _identify, group)
     hosts = gather_json(f"{gethostname()} {own_address()}", group)
-    key = TuningKey.of(workload, hosts, "cpu", settings.semantics, settings.bucket_bytes, settings.overlap)
+    key = TuningKey.of(workload, hosts, device, settings.semantics, settings.bucket_bytes, settings.overlap)
     if links is None:
         if (entry := _recall(key, settings, group)) is not None:
             return _of_entry(entry, workload, key)
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
+        if device != "cpu":
+            links = replace(links, constants=links.constants.model_copy(update={"accelerated": True}))
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
     proposals, fault = propose(workload, links, settings, group)
