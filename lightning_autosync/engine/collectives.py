@@ -33,9 +33,11 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
     """The device on which the group's collectives need their tensors."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if dist.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    # Of the calling thread, the current device may be another one: that of each new thread is the first.
+    bound: torch.device | None = getattr(group or dist.group.WORLD, "bound_device_id", None)
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 def separate_group(timeout: float) -> dist.ProcessGroup:
