@@ -158,7 +158,7 @@ class BufferBroadcast:
         # Reading the note on an accelerator would block until the broadcast is done, so buffers there are not checked.
         if self._agreed and all(tensor.device.type == "cpu" for tensor in tensors):
             changed = forms != self._agreed
-            note = torch.tensor([changed], dtype=torch.int64)
+            note = torch.tensor([changed], dtype=torch.int64, device="cpu")
             # A rank whose buffers changed takes part with tensors of the agreed shapes: the sizes must match.
             broadcast_tensors([note, *(map(_empty, self._agreed) if changed else tensors)], self._group)
             if not changed and not note:
@@ -176,7 +176,7 @@ def _forms(buffers: Iterable[tuple[str, Tensor]]) -> list[_Form]:
 def _empty(form: _Form) -> Tensor:
     """A tensor of a buffer's shape and dtype, to broadcast in its place."""
     _, shape, dtype = form
-    return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
 
 
 def _refuse_differences(forms: Mapping[int, Sequence[_Form]]) -> None:
