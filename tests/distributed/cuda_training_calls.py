@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import ExitStack
 from typing import Any
 
@@ -130,6 +131,7 @@ def switched(device: str, topologies: list[str], rounds: int) -> dict[str, float
 def _allocated(device: str) -> int:
     if device == "cpu":
         return 0
+    gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
 
