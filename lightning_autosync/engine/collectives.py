@@ -33,9 +33,11 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
     """The device on which the group's collectives need their tensors."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if dist.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    # Of the calling thread, the current device may be another one: that of each new thread is the first.
+    bound: torch.device | None = getattr(group or dist.group.WORLD, "bound_device_id", None)
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 def separate_group(timeout: float) -> dist.ProcessGroup:
@@ -156,7 +158,7 @@ class BufferBroadcast:
         # Reading the note on an accelerator would block until the broadcast is done, so buffers there are not checked.
         if self._agreed and all(tensor.device.type == "cpu" for tensor in tensors):
             changed = forms != self._agreed
-            note = torch.tensor([changed], dtype=torch.int64)
+            note = torch.tensor([changed], dtype=torch.int64, device="cpu")
             # A rank whose buffers changed takes part with tensors of the agreed shapes: the sizes must match.
             broadcast_tensors([note, *(map(_empty, self._agreed) if changed else tensors)], self._group)
             if not changed and not note:
@@ -174,7 +176,7 @@ def _forms(buffers: Iterable[tuple[str, Tensor]]) -> list[_Form]:
 def _empty(form: _Form) -> Tensor:
     """A tensor of a buffer's shape and dtype, to broadcast in its place."""
     _, shape, dtype = form
-    return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
 
 
 def _refuse_differences(forms: Mapping[int, Sequence[_Form]]) -> None:

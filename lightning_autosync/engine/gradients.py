@@ -130,7 +130,7 @@ class DenseGradients(MessageGradients):
         self.exchange = exchange
         # A tensor as factor saves a microsecond per parameter. In a 16-bit dtype it would round the share itself.
         exact = buffer.device.type == "cpu" and buffer.dtype.itemsize >= 4
-        self._share = torch.tensor(1.0 / world_size, dtype=buffer.dtype) if exact else 1.0 / world_size
+        self._share = torch.tensor(1.0 / world_size, dtype=buffer.dtype, device="cpu") if exact else 1.0 / world_size
         self._buffer = buffer
         self._result = buffer if exchange.result is None else exchange.result
         # Compressors need row-major matrices. Other messages keep the parameters' memory order: copies are straight.

@@ -122,13 +122,13 @@ def touched_rows(table: Tensor) -> Tensor:
         return table.any(dim=1).nonzero().view(-1)
     length = max(1, _SCANNED_BYTES // max(1, table.shape[1] * table.itemsize))
     found = [_touched_in(table[start : start + length]) + start for start in range(0, len(table), length)]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def _touched_in(block: Tensor) -> Tensor:
     """`touched_rows` of a contiguous part of a table on the CPU."""
     if not block.shape[1]:
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     # In almost all touched rows the first element is not zero already. Only the other rows are searched as a whole.
     touched = block[:, 0] != 0
     if int(touched.sum()) < _MANY_TOUCHED * len(block):

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from time import monotonic
 from typing import Any
 
@@ -166,18 +167,26 @@ def _patch_works() -> None:
 
 
 def _can_wait_in_slices() -> bool:
-    """Whether works of the default group support waits in slices.
+    """Whether works of all groups support waits in slices. A work does not tell the group that it belongs to.
 
     Gloo's works do. With NCCL, a wait with a timeout blocks the process, and aborts the group when the time is over.
     """
     if not dist.is_initialized():
         return True
-    return {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}
+    # A copy, because other threads may make groups meanwhile.
+    return all(map(_is_gloo, [*dist.distributed_c10d._world.pg_backend_config.values()]))
+
+
+@cache
+def _is_gloo(config: str) -> bool:
+    """Whether a group's backend is gloo on all devices, from its configuration, such as ``cpu:gloo,cuda:gloo``."""
+    return {pair.rpartition(":")[2] for pair in config.split(",")} == {"gloo"}
 
 
 def _wait(work: Any, *arguments: Any, **options: Any) -> Any:
     """Replaces ``torch.distributed.Work.wait``. Waits to which the caller gave a timeout stay as they are."""
-    if arguments or options or not _monitors or work._get_op_type() in _POINT_TO_POINT:
+    whole = arguments or options or not _monitors or work._get_op_type() in _POINT_TO_POINT
+    if whole or not _can_wait_in_slices():  # groups may have been made since the monitor became active
         return _torch_wait(work, *arguments, **options)
     slices = 0
 

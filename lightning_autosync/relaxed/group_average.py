@@ -305,7 +305,7 @@ class GroupAverage:
     def _room_for(self, dtype: torch.dtype, elements: int) -> Tensor:
         """Memory for received parts, [elements], reused in each round."""
         if dtype not in self._arriving or self._arriving[dtype].numel() < elements:
-            self._arriving[dtype] = torch.empty(elements, dtype=dtype)
+            self._arriving[dtype] = torch.empty(elements, dtype=dtype, device="cpu")
         return self._arriving[dtype][:elements]
 
 

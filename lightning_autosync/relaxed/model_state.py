@@ -100,7 +100,7 @@ class FlatView:
 
     def pack(self) -> Tensor:
         """A new flat copy, [elements]."""
-        flat = torch.empty(sum(self.sizes), dtype=self.dtype)
+        flat = torch.empty(sum(self.sizes), dtype=self.dtype, device="cpu")
         for tensor, part in zip(self._tensors, flat.split(self.sizes), strict=True):
             if isinstance(tensor, int):
                 part.zero_()

@@ -30,7 +30,7 @@ class OuterUpdate(ABC):
     """Name of the tensor in ``state`` that is the common model after a round; None if there is none."""
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        self.state = {name: torch.zeros(sum(sizes), dtype=dtype) for name in self.KEPT}
+        self.state = {name: torch.zeros(sum(sizes), dtype=dtype, device="cpu") for name in self.KEPT}
 
     def begin(self, model: Tensor) -> None:
         """Begin training, with ``model`` [elements] on all replicas."""
@@ -115,14 +115,14 @@ class SlowMomentum(OuterUpdate):
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, lr: float, momentum: float) -> None:
         super().__init__(sizes, dtype)
-        self.state["rate"] = torch.zeros(len(sizes), dtype=dtype)
+        self.state["rate"] = torch.zeros(len(sizes), dtype=dtype, device="cpu")
         self._sizes, self._lr, self._momentum = tuple(sizes), lr, momentum
 
     def update(self, local: Tensor, mean: Tensor, replicas: int, rates: Sequence[float]) -> Tensor:
         anchor, slow = self.state["anchor"], self.state["momentum"]
         for part, rate, before in zip(slow.split(self._sizes), rates, self.state["rate"].tolist(), strict=True):
             part.mul_(self._momentum * (rate / before if rate > 0 and before > 0 else 1.0))
-        self.state["rate"].copy_(torch.tensor(rates, dtype=torch.float64))
+        self.state["rate"].copy_(torch.tensor(rates, dtype=torch.float64, device="cpu"))
         slow.add_(anchor - mean)
         return anchor.sub_(slow, alpha=self._lr)
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -226,14 +227,15 @@ NAMES = (
 def refused_collectives(refusal: Callable[[str], Exception]) -> Iterator[None]:
     """A context in which calls of `NAMES` by this thread raise ``refusal(name)``; other threads are not affected.
 
-    Without this, the backend would match such a call with another rank's next collective call, at any later step.
+    Calls within a backward pass raise, too: the passes of models on accelerators run on autograd's own threads. Without
+    this, the backend would match such a call with another rank's next collective call, at any later step.
     """
     own = {name: getattr(dist, name) for name in NAMES}
     thread = threading.get_ident()
 
     def guarded(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
+            if threading.get_ident() == thread or torch._C._current_graph_task_id() != -1:
                 raise refusal(f"torch.distributed.{name}")
             return own[name](*args, **kwargs)
 

@@ -122,7 +122,7 @@ class SharedSampler(Sampler[int]):
         order: Any = range(self._length)
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            order = torch.randperm(self._length, generator=generator).tolist()
+            order = torch.randperm(self._length, generator=generator, device="cpu").tolist()
         portion = self._work.first(self._length, self._portion)
         while portion:
             yield from (order[position] for position in portion)

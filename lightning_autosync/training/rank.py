@@ -87,16 +87,24 @@ class StepTimes(L.Callback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self._last = time.perf_counter()
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._last = _now(trainer)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        now = time.perf_counter()
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        now = _now(trainer)
         self.seconds.append(now - self._last)
         self._last = now
 
-    def on_validation_end(self, *_: Any) -> None:
-        self._last = time.perf_counter()  # validation within an epoch does not count as part of a step
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._last = _now(trainer)  # validation within an epoch does not count as part of a step
+
+
+def _now(trainer: L.Trainer) -> float:
+    """The time at which all work of this rank so far is done, also that on its accelerator, in seconds."""
+    device = trainer.strategy.root_device
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 @dataclass(frozen=True)

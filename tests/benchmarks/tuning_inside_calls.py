@@ -50,8 +50,8 @@ class StepsInTurns(rank.StepTimes):
         self.plans.append(_plans_of(trainer.strategy))
         self._used = time.process_time()
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        super().on_train_batch_end()
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        super().on_train_batch_end(trainer)
         self.cpu.append(time.process_time() - self._used)
         if self._slice and len(self.seconds) % self._slice == 0:
             self._wait()

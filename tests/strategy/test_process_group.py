@@ -41,6 +41,25 @@ def test_other_threads_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == ["elsewhere"]
 
 
+def test_backward_passes_on_other_threads_are_refused_too() -> None:
+    """On accelerators, hooks of a backward pass run on autograd's own threads."""
+    found: list[Exception] = []
+
+    def make_a_pass() -> None:
+        weight = torch.ones(1, requires_grad=True)
+        weight.register_hook(lambda _: dist.barrier())
+        try:
+            weight.backward()
+        except KeyError as error:
+            found.append(error)
+
+    with refused_collectives(KeyError):
+        other = threading.Thread(target=make_a_pass)
+        other.start()
+        other.join()
+    assert [str(one) for one in found] == ["'torch.distributed.barrier'"]
+
+
 def test_where_only_a_connection_is_lost_ranks_name_those_that_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LossMonitor, "answer_timeout", 0.05)
     lost: dict[int, str] = {}

@@ -110,8 +110,8 @@ class LowRankExchange(Exchange):
 
     def _draw_factors(self) -> None:
         # A fixed seed makes the factors equal on all ranks, and leaves torch's global generator alone.
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn(self._second_buffer.numel(), generator=generator, dtype=torch.float32)
+        generator = torch.Generator("cpu").manual_seed(0)
+        drawn = torch.randn(self._second_buffer.numel(), generator=generator, dtype=torch.float32, device="cpu")
         self._second_buffer.copy_(drawn)
 
     def _first_of(self, factor: Factor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 
@@ -20,7 +21,8 @@ def gradient_norm(split: SplitModel, parameters: Iterable[nn.Parameter]) -> Tens
     """
     parts = {part.parameter: part for part in split.parts.values()}
     found = [parameter for parameter in parameters if parameter.grad is not None]
-    device = found[0].grad.device if found else torch.device("cpu")  # type: ignore[union-attr]
+    group = split.mesh.group(split.mesh.dimensions)
+    device = found[0].grad.device if found else group_device(group)  # type: ignore[union-attr]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if found:
         norms = torch.stack(torch._foreach_norm([parameter.grad for parameter in found]))  # type: ignore[misc]
@@ -28,7 +30,7 @@ def gradient_norm(split: SplitModel, parameters: Iterable[nn.Parameter]) -> Tens
         pieces = [parts[parameter].shard.pieces if parameter in parts else 1 for parameter in found]
         shares = [count / split.plan.world_size for count in pieces]
         total += (norms.double().square() * torch.tensor(shares, dtype=torch.float64, device=device)).sum()
-    dist.all_reduce(total, group=split.mesh.group(split.mesh.dimensions))
+    dist.all_reduce(total, group=group)
     return total.sqrt()
 
 

@@ -62,7 +62,7 @@ def draws(split: SplitModel, step: Callable[[], Any], batch: Any) -> list[Draw]:
     try:
         with watch, split.forward(batch):
             state = torch.get_rng_state()
-            home = Draw(streams.place(split.around.home_states), digest(bytes(torch.rand(8).numpy())))
+            home = Draw(streams.place(split.around.home_states), digest(bytes(torch.rand(8, device="cpu").numpy())))
             torch.set_rng_state(state)
             bring_home(step())
         return [home, *streams.heard, *watch.found]

@@ -263,6 +263,7 @@ def _gradients_aside(split: SplitModel) -> Iterator[None]:
 def _mean(parameter: nn.Parameter, group: dist.ProcessGroup) -> Tensor | None:
     """The mean over ranks of a gradient, where a missing one counts as zero; None if no rank has one."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
+    gradient = gradient.contiguous()  # NCCL refuses others, such as those of transposed weights
     used = torch.tensor([parameter.grad is not None], dtype=torch.int64, device=parameter.device)
     dist.all_reduce(used, group=group)
     if not int(used):

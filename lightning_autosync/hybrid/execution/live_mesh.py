@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.errors import PlanError
 from lightning_autosync.hybrid.plan import HybridPlan
 
@@ -74,9 +75,10 @@ class LiveMesh:
         """The process group of `peers`."""
         return self._groups[frozenset(dimensions)][self._place(dimensions)]
 
-    def all_have(self, number: int, device: torch.device) -> bool:
+    def all_have(self, number: int) -> bool:
         """Whether the number is the same on all ranks; collective."""
         # The maximum of a number and that of its negative show it without a gather.
+        device = group_device(self.group(self.dimensions))
         largest, negated = self.largest(torch.tensor([number, -number], device=device))
         return largest == -negated
 

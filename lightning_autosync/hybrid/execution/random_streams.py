@@ -84,7 +84,7 @@ class RandomStreams:
         # this state identifies a draw, and a repeated draw gets its old number. Each draw advances the generator, so
         # different draws have different states.
         found = hash(bytes(torch.get_rng_state().numpy()))
-        torch.rand(())
+        torch.rand((), device="cpu")
         if found not in self._drawn:
             self._draws += 1
             self._drawn[found] = self._draws
@@ -99,7 +99,7 @@ class RandomStreams:
     def _hear(self, states: Sequence[State]) -> None:
         if self.heard is not None:
             state = torch.get_rng_state()
-            self.heard.append(Draw(self.place(states), digest(bytes(torch.rand(8).numpy()))))
+            self.heard.append(Draw(self.place(states), digest(bytes(torch.rand(8, device="cpu").numpy()))))
             torch.set_rng_state(state)
 
     def place(self, states: Sequence[State]) -> list[int | None]:

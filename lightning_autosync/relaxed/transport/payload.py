@@ -109,7 +109,9 @@ def unpack(payload: memoryview) -> Unpacked:
             # The sign needs its own check, because two negative sizes have a positive product.
             if min(shape, default=0) < 0 or position + size > payload.nbytes:
                 raise ValueError(f"'{name}' does not fit into the message")
-            flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=position) if count else torch.empty(0)
+            flat = torch.empty(0, device="cpu")
+            if count:
+                flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=position)
             tensors[name] = flat.to(dtype).view(shape)
             position = _aligned(position + size)
             total += size

@@ -21,14 +21,14 @@ from lightning_autosync.strategy.shares.losses import loss_weight_of
 from lightning_autosync.strategy.shares.parts import IndivisibleError, Part, cut, loss_of, parts_of
 from lightning_autosync.workload.preservation import preserved
 
-_ON_CPU = "can't allocate memory"
-"""In the message of torch's error on CPUs, which has no class of its own."""
+_NO_CLASS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""In messages of torch's errors that have no class of their own: on CPUs, of the CUDA driver, and of cuBLAS."""
 
 
 def is_memory_error(error: BaseException) -> bool:
     """Whether memory did not suffice, on the host or on an accelerator."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _ON_CPU in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_CLASS)
     )
 
 

@@ -7,6 +7,8 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -265,9 +267,23 @@ def test_torch_is_left_alone_when_all_are_closed(ends: tuple[FailureDetector, Fa
 def test_a_backend_of_gpus_is_left_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL takes a wait of limited time for one that blocks, and aborts the group at its end."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(dist.distributed_c10d, "_pg_backend_config", {None: backend})
     with waiting.monitored_by(LossMonitor("a step", GroupMembers(1, dict, lambda _: None, 4.0))):
         assert dist.Work.wait is waiting._torch_wait
+
+
+def test_no_work_waits_in_slices_where_it_may_be_of_a_group_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[Any, ...]] = []
+    groups = {"default": "cpu:gloo,cuda:gloo"}
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_pg_backend_config", groups)
+    monkeypatch.setattr(waiting, "_torch_wait", lambda _, *limit: waits.append(limit))
+    work = SimpleNamespace(_get_op_type=lambda: -1)
+    with waiting.monitored_by(LossMonitor("a step", GroupMembers(1, dict, lambda _: None, 4.0))):
+        waiting._wait(work)
+        groups["made later"] = "cuda:nccl"
+        waiting._wait(work)
+    assert [len(limit) for limit in waits] == [1, 0]
 
 
 def test_a_forked_child_does_not_hide_that_its_parent_died() -> None:

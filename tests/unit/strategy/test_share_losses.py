@@ -78,4 +78,9 @@ def test_batches_whose_samples_are_unknown_are_not_cut(batch: Any) -> None:
 def test_memory_errors() -> None:
     full = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried ...")
     assert all(map(is_memory_error, [MemoryError(), torch.OutOfMemoryError(), full]))
+    of_gpus = (
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    )
+    assert all(is_memory_error(RuntimeError(text)) for text in of_gpus)
     assert not any(map(is_memory_error, [RuntimeError("shapes differ"), ValueError()]))

@@ -1,0 +1,338 @@
+"""What ranks do in tests of engines, split models and Fabric on accelerators; each function runs on the CPU too."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cuda_trainer_calls import CLASSES, FEATURES, data, weights
+from hybrid.models import MODELS, loss_of, make_batch
+from hybrid.plans import draw_plan
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from training import Net, batches, distance
+
+from lightning_autosync import AutoSyncFabricStrategy
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.collectives import (
+    broadcast_json,
+    broadcast_tensors,
+    gather_json,
+    group_device,
+    require_success,
+    separate_group,
+)
+from lightning_autosync.engine.compressor_state import ParameterState
+from lightning_autosync.engine.replicas import ReplicaCheck
+from lightning_autosync.engine.resources import Resources
+from lightning_autosync.hybrid.execution.activation import bring_home
+from lightning_autosync.hybrid.execution.clipping import clip_gradients
+from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.reduction import GradientReduction
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
+from lightning_autosync.strategy.checkpoint import gather_state
+from lightning_autosync.workload import describe, variable_names
+
+STEPS = 4
+PART = 2
+"""Samples of a rank in a batch of a split model."""
+
+
+# Engines
+
+
+def _compiled(module: nn.Module, plan: SyncPlan, cluster: ClusterSpec) -> Schedule:
+    return compile_plan(plan, describe(module), cluster, two_level_collectives=True)
+
+
+def _step(forward: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], device: str) -> None:
+    images, labels = (part.to(device) for part in batch)
+    F.cross_entropy(forward(images), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def _by_ddp(device: str, start: nn.Module, steps: int) -> nn.Module:
+    module = copy.deepcopy(start).to(device)
+    wrapped, optimizer = DistributedDataParallel(module), _sgd(module)
+    for batch in batches(dist.get_rank(), steps, torch.float64):
+        _step(wrapped, optimizer, batch, device)
+    return module
+
+
+def _start() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def against_ddp(device: str, plans: dict[str, list[Any]], nodes: int, devices: int = 1) -> dict[str, float]:
+    """How far training by each plan (a builder and its options) ends from DDP on the same device and backend."""
+    start, cluster = _start(), ClusterSpec.uniform(nodes=nodes, devices=devices, bandwidth=1e8)
+    reference = _by_ddp(device, start, STEPS)
+    found = {}
+    for name, (builder, options) in plans.items():
+        module = copy.deepcopy(start).to(device)
+        plan = builders.build(builder, describe(module), cluster, **options)
+        running = Engine(variable_names(module), _compiled(module, plan, cluster), cluster=cluster, timeout=60.0)
+        optimizer = _sgd(module)
+        for batch in batches(dist.get_rank(), STEPS, torch.float64):
+            _step(module, optimizer, batch, device)
+        dist.barrier()
+        running.close()
+        found[name] = distance(module, reference)
+    return found
+
+
+def switched(device: str, topologies: list[str], rounds: int) -> dict[str, float]:
+    """Training whose plan changes after each step: how far it ends from DDP, and the memory that switches leave.
+
+    The resources of the next plan are opened before the present one ends, as in a job that tunes itself.
+    """
+    start, cluster = _start(), ClusterSpec.uniform(nodes=dist.get_world_size(), bandwidth=1e8)
+    steps = rounds * len(topologies)
+    reference = _by_ddp(device, start, steps)
+    module = copy.deepcopy(start).to(device)
+    parameters, optimizer = dict(variable_names(module)), _sgd(module)
+    held: list[int] = []
+    engine: Engine | None = None
+    for step, batch in enumerate(batches(dist.get_rank(), steps, torch.float64)):
+        plan = builders.all_reduce(describe(module), cluster, topology=topologies[step % len(topologies)])
+        schedule = _compiled(module, plan, cluster)
+        resources = Resources(parameters, schedule, None, cluster, 60.0)
+        if engine is not None:
+            engine.enabled = False
+            engine.release().close()
+        engine = Engine(list(parameters.items()), schedule, cluster=cluster, timeout=60.0, resources=resources)
+        _step(module, optimizer, batch, device)
+        if step % len(topologies) == 0:
+            held.append(_allocated(device))
+    dist.barrier()
+    assert engine is not None
+    engine.close()
+    return {"distance": distance(module, reference), "left": float(held[-1] - held[1])}
+
+
+def _allocated(device: str) -> int:
+    if device == "cpu":
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def accumulated(device: str, topology: str, as_views: bool) -> float:
+    """As `against_ddp`, with two passes in each step, of which the first stays on its rank."""
+    start, cluster = _start(), ClusterSpec.uniform(nodes=dist.get_world_size(), bandwidth=1e8)
+    ends = []
+    for synchronized in ("ddp", "engine"):
+        module = copy.deepcopy(start).to(device)
+        optimizer, forward, running = _sgd(module), module, None
+        if synchronized == "ddp":
+            forward = DistributedDataParallel(module)
+        else:
+            plan = builders.all_reduce(describe(module), cluster, topology=topology, bucket_bytes=2000)
+            schedule = _compiled(module, plan, cluster)
+            options: Any = {"cluster": cluster, "timeout": 60.0, "gradient_as_bucket_view": as_views}
+            running = Engine(variable_names(module), schedule, **options)
+        for number, (images, labels) in enumerate(batches(dist.get_rank(), 2 * STEPS, torch.float64)):
+            first = number % 2 == 0
+            if running is not None:
+                running.enabled = not first
+            else:
+                forward.require_backward_grad_sync = not first
+            F.cross_entropy(forward(images.to(device)), labels.to(device)).backward()
+            if not first:
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
+        if running is not None:
+            running.close()
+        ends.append(module)
+    return distance(*ends)
+
+
+def small_collectives(device: str) -> dict[str, Any]:
+    """What the package's own small collectives give, on the default group and on another one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+    for name, group in (("default", None), ("separate", separate_group(60.0))):
+        sent = [torch.full((3,), float(rank), device=device), torch.full((2,), rank, dtype=torch.int16, device=device)]
+        broadcast_tensors(sent, group)
+        residual = torch.full((2, 2), float(rank), device=device)
+        entry = gather_state({"one": ParameterState({"kind": "int8"}, {"residual": residual})}, group)
+        weight = torch.full((3,), 1.0 + (rank == size - 1), device=device)
+        found[name] = {
+            "gathered": gather_json({"rank": rank, "text": "x" * rank}, group),
+            "broadcast": broadcast_json([rank, "ü"], group),
+            "tensors": [float(tensor.double().sum()) for tensor in sent],
+            "state": None
+            if entry is None
+            else entry["variables"]["one"]["tensors"]["residual"].sum(dim=(1, 2)).tolist(),
+            "fault": _told(lambda: require_success("broken" if rank == 1 else "", group)),  # noqa: B023
+            "replicas": _told(lambda: ReplicaCheck(0, group).run({"weight": weight})),  # noqa: B023
+            "device": group_device(group).type,
+        }
+    return found
+
+
+def _sums(entry: dict[str, Any] | None) -> list[float] | None:
+    """The sum of each rank's residual in a checkpoint's entry."""
+    if entry is None:
+        return None
+    residuals: Tensor = entry["variables"]["one"]["tensors"]["residual"]
+    return residuals.sum(dim=(1, 2)).tolist()
+
+
+def _told(work: Any) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# Split models
+
+
+def split_distances(device: str, models: list[str], meshes: list[list[int]], seeds: list[int]) -> dict[str, float]:
+    """For each model, mesh and seed of a random plan, how far the weights end from those of one process on the CPU."""
+    found = {}
+    for model in models:
+        for mesh in meshes:
+            for seed in seeds:
+                found[f"{model} {mesh} {seed}"] = _split_distance(device, model, mesh, seed)
+    return found
+
+
+def _made(model: str) -> nn.Module:
+    torch.manual_seed(5)
+    module = MODELS[model.removesuffix(" again")]().double().train()
+    if model.endswith(" again"):  # parts of the forward pass run again in autograd's thread
+        module.checkpointing = True
+    return module
+
+
+def _split_distance(device: str, model: str, mesh: list[int], seed: int) -> float:
+    kind, size, own = model.removesuffix(" again"), dist.get_world_size(), dist.get_rank()
+    single, shared = _made(model), _made(model).to(device)
+    plan = draw_plan(single, mesh, seed)
+    split = SplitModel(shared, plan, LiveMesh(plan))
+    split.split()
+    reduction = GradientReduction(split)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (single, shared)]
+    for step in range(3):
+        for part in range(2):
+            inputs, labels = make_batch(kind, PART * size, 100 * step + part)
+            rows = [slice(PART * rank, PART * (rank + 1)) for rank in range(size)]
+            for each in rows:
+                (loss_of(single, inputs[each], labels[each]) / size).backward()
+            inputs, labels = inputs[rows[own]].to(device), labels[rows[own]].to(device)
+            reduction.enabled = part == 1
+            with split.forward(inputs, labels):
+                loss = bring_home(loss_of(shared, inputs, labels))
+            with reduction.backward():
+                loss.backward()
+        nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+        clip_gradients(split, shared.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    reduction.close()
+    split.restore()
+    shared.cpu()
+    pairs = zip(single.parameters(), shared.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max() / a.detach().abs().max().clamp(min=1e-6)) for a, b in pairs)
+
+
+class Mixed(nn.Module):
+    """Multiplies a split value by whole numbers that are on the CPU, and has a transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.second.weight = nn.Parameter(torch.randn(16, 8).t())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(inputs)) * torch.tensor(2) * torch.tensor(True))
+
+
+def compared(device: str) -> dict[str, Any]:
+    """What the comparison before training says of a model whose values meet numbers on the CPU; "" if it accepts."""
+    torch.manual_seed(5)
+    module, size = Mixed().double().to(device), dist.get_world_size()
+    plan = draw_plan(module, [size], 1)
+    columns = tuple(layer.model_copy(update={"signature": ("col",), "output": None}) for layer in plan.layers)
+    plan = plan.model_copy(update={"layers": columns})
+    inputs, labels = (part.to(device) for part in make_batch("mlp", PART * size, dist.get_rank()))
+    task = Task(lambda: F.cross_entropy(module(inputs), labels), lambda: [_sgd(module)], (inputs, labels))
+    split = SplitModel(module, plan, LiveMesh(plan))
+    expected = expect(split, task)
+    split.split()
+    reduction = GradientReduction(split)
+    said = _told(lambda: verify(split, reduction, task, expected))
+    idle = float(clip_gradients(split, [], 1.0))
+    reduction.close()
+    split.restore()
+    return {"said": said, "norm of nothing": idle}
+
+
+# Fabric
+
+
+def with_fabric(device: str, ours: bool, plain_backward: bool, together: bool = False) -> list[float]:
+    """The weights of two modules after training with accumulation.
+
+    Args:
+        together: whether one backward pass reaches both modules, in different orders on different ranks.
+    """
+    # Trials of plans make collective calls at the ends of passes, for which modules must take turns alike on all ranks.
+    strategy: Any = AutoSyncFabricStrategy(tuning="off") if ours else DDPStrategy()
+    kind = "cpu" if device == "cpu" else "gpu"
+    plugins = [TorchElasticEnvironment()]
+    fabric = Fabric(accelerator=kind, devices=1, num_nodes=dist.get_world_size(), strategy=strategy, plugins=plugins)
+    fabric.launch()
+    torch.manual_seed(3)
+    modules = [nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double() for _ in range(2)]
+    made: Any = [fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)) for module in modules]
+    order = made[::-1] if dist.get_rank() == 1 and together else made
+    loader: Any = fabric.setup_dataloaders(DataLoader(data(torch.float64), batch_size=4))
+    for index, (inputs, labels) in enumerate(loader):
+        waits = index % 2 == 0
+        with ExitStack() as contexts:
+            for module, _ in made:
+                contexts.enter_context(fabric.no_backward_sync(module, enabled=waits))
+            losses = []
+            for module, _ in order:
+                losses.append(F.cross_entropy(module(inputs), labels))
+                if not together:
+                    _backward(fabric, losses[-1], plain_backward)
+            if together:
+                _backward(fabric, sum(losses), plain_backward)
+        if not waits:
+            for _, optimizer in made:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = [value for module in modules for value in weights(module)]
+    if ours:
+        fabric.strategy.teardown()
+    return found
+
+
+def _backward(fabric: Fabric, loss: Any, plain: bool) -> None:
+    loss.backward() if plain else fabric.backward(loss)
