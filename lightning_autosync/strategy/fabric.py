@@ -244,7 +244,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         for replica in self._replicas:
             if replica.module is module:
                 replica.close()
-        self._replicas = [replica for replica in self._replicas if replica.engine is not None]
+        self._replicas = [replica for replica in self._replicas if replica.module is not module]
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return super().get_module_state_dict(_unwrap(module))

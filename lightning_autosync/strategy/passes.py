@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
+from lightning_autosync.engine.accumulator_hooks import AccumulatorHooks
+from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import Replica
 
 
@@ -24,6 +26,11 @@ class SynchronizedPasses(Replica):
 
     _engine: Engine | None = None
     _has_synchronized = False
+    _failure = ""
+    """The error with which another engine could not be opened during training; empty if there was none."""
+
+    def __init__(self) -> None:
+        self._refusals = AccumulatorHooks()
 
     @property
     @abstractmethod
@@ -90,6 +97,25 @@ class SynchronizedPasses(Replica):
         finally:
             engine.deferred = False
             self._expect(False)
+
+    @contextmanager
+    def _opening_anew(self) -> Iterator[None]:
+        """A context that opens another engine. After an error in it there is none, so all later passes raise."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            for parameter in self.module.parameters():
+                if parameter.requires_grad:  # a pass of an output that was computed before makes no forward pass
+                    self._refusals.add(parameter, self._refuse_after_failure, self._refuse_after_failure)
+            raise
+
+    def _refuse_after_failure(self, *_: object) -> None:
+        if self._failure:
+            raise ExchangeError(
+                "gradients are no longer synchronized, because synchronization could not be opened for parameters or "
+                f"links that had changed ({self._failure}): resume from a checkpoint"
+            )
 
     def _begin_by_hand(self) -> None:
         """Note the begin of a pass that `backward` does not make; those after it are left to this rank."""
