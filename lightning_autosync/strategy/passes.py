@@ -52,6 +52,11 @@ class SynchronizedPasses(Replica):
         if self._engine is not None:
             self._engine.enabled = enabled
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a synchronized backward pass has begun, or may follow the last forward pass."""
+        return self._engine is not None and (self._engine.expects or self._engine.in_pass)
+
     def training_step(self, batch: Any) -> AbstractContextManager[None]:
         return self._training_step()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 import warnings
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -458,6 +460,37 @@ def fabric_twice() -> list[float]:
     fabric.strategy.teardown()
     assert module.weight.grad is not None
     return module.weight.grad.flatten().tolist()
+
+
+def modules_after_the_user_deletes_them(**options: Any) -> list[str]:
+    """Which of the modules that Fabric set up live although the user deleted them, and what went wrong."""
+    fabric = make_fabric(AutoSyncFabricStrategy(timeout=20.0, **options))
+    found, lives = [], {}
+    inputs = torch.full((1, 1), dist.get_rank() + 1.0)
+
+    def make(passes: int) -> tuple[nn.Module, Any]:
+        module = nn.Linear(1, 1, bias=False)
+        wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in range(passes):
+            fabric.backward(wrapped(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return module, wrapped
+
+    for name in ("the first", "the second"):
+        lives[name] = weakref.ref(make(passes=2)[0])
+    module, wrapped = make(passes=1)
+    loss = wrapped(inputs).sum()
+    del wrapped
+    gc.collect()
+    make(passes=1)
+    fabric.backward(loss)
+    if module.weight.grad is None or float(module.weight.grad) != 1.5:
+        found.append("a gradient stayed on its rank")
+    gc.collect()
+    found += [name for name, module in lives.items() if module() is not None]
+    fabric.strategy.teardown()
+    return found
 
 
 def fabric_looks(changes: str = "never") -> list[float]:

@@ -30,6 +30,11 @@ def test_a_module_may_be_set_up_again(duo) -> None:
     assert duo.run(jobs.fabric_twice) == [[1.5], [1.5]]
 
 
+@pytest.mark.parametrize("options", [{}, {"plan": "all_reduce"}, {"plan": "packed_trees", "overlap": "step"}])
+def test_modules_that_the_user_deletes_are_gone(duo, options: dict[str, str]) -> None:
+    assert duo.run(jobs.modules_after_the_user_deletes_them, **options) == [[], []]
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [("never", [0.00390625, 0.00390625]), ("once", [-0.3125, 0.25]), ("in turn", [-1.71875, 1.64453125])],
