@@ -34,7 +34,7 @@ from lightning_autosync.strategy.hybrid_choice import Choice, choose_hybrid_plan
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.mixin import AutoSyncMixin
 from lightning_autosync.strategy.replica_comparison import follow_rank_zero
-from lightning_autosync.strategy.resolution import check_size
+from lightning_autosync.strategy.resolution import check_size, with_connected_interfaces
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
@@ -218,6 +218,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self._close()
         self._replica = None
         assert self.model is not None
+        self._settings = with_connected_interfaces(self._settings, None)
         replica = self._split_replica(trainer) or ExactReplica(
             self.model, self._data_parallel_settings(), self.num_nodes, self.num_processes, watched=True
         )
