@@ -166,7 +166,7 @@ class ExactReplica(SynchronizedPasses):
             ExchangeError: an error ended the last backward pass (see `Engine.refuse_unended`), or synchronization.
         """
         if torch.is_grad_enabled():
-            self._refuse_after_failure()
+            self._refuse_passes()
         if self._engine is not None and torch.is_grad_enabled():
             self._engine.refuse_unended()
         if self._buffers is not None and self._engine is not None:
@@ -246,7 +246,7 @@ class ExactReplica(SynchronizedPasses):
             ExchangeError: (on every rank) weights differ between ranks.
             PlanError: see `before_synchronization`.
         """
-        self._refuse_after_failure()
+        self._refuse_passes()
         self.settle()  # the optimizer's last step, before gradients change
         self.before_synchronization()
         self.follow_scaler(scaler)
@@ -271,7 +271,7 @@ class ExactReplica(SynchronizedPasses):
 
     def close(self) -> None:
         """Stop synchronizing; the state of compressors is kept for `gather_state`."""
-        self._refusals.remove()
+        self._guards.remove()
         try:
             if self._overlap is not None:
                 self._overlap.close()

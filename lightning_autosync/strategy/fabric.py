@@ -259,7 +259,9 @@ class AutoSyncFabricStrategy(DDPStrategy):
         used = []
         for replica in self._replicas:
             deleted = replica not in wrapped and not replica.awaits_backward
-            if replica.module is module or deleted:
+            if replica.module is module:
+                replica.replace()
+            elif deleted:
                 replica.close()
             else:
                 used.append(replica)

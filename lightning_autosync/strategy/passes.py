@@ -26,11 +26,11 @@ class SynchronizedPasses(Replica):
 
     _engine: Engine | None = None
     _has_synchronized = False
-    _failure = ""
-    """The error with which another engine could not be opened during training; empty if there was none."""
+    _refusal = ""
+    """The message with which passes are refused, because they would not be synchronized; empty if they are not."""
 
     def __init__(self) -> None:
-        self._refusals = AccumulatorHooks()
+        self._guards = AccumulatorHooks()
 
     @property
     @abstractmethod
@@ -109,18 +109,26 @@ class SynchronizedPasses(Replica):
         try:
             yield
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._refusal = (
+                "gradients are no longer synchronized, because synchronization could not be opened for parameters or "
+                f"links that had changed ({type(error).__name__}: {error}): resume from a checkpoint"
+            )
             for parameter in self.module.parameters():
                 if parameter.requires_grad:  # a pass of an output that was computed before makes no forward pass
-                    self._refusals.add(parameter, self._refuse_after_failure, self._refuse_after_failure)
+                    self._guards.add(parameter, self._refuse_passes, self._refuse_passes)
             raise
 
-    def _refuse_after_failure(self, *_: object) -> None:
-        if self._failure:
-            raise ExchangeError(
-                "gradients are no longer synchronized, because synchronization could not be opened for parameters or "
-                f"links that had changed ({self._failure}): resume from a checkpoint"
-            )
+    def replace(self) -> None:
+        """Stop synchronizing, because another replica follows for this module; later passes of this one raise."""
+        self.close()
+        self._refusal = (
+            "gradients would not be synchronized, because the module was set up again after this wrapper was made: "
+            "use what the last setup returned"
+        )
+
+    def _refuse_passes(self, *_: object) -> None:
+        if self._refusal:
+            raise ExchangeError(self._refusal)
 
     def _begin_by_hand(self) -> None:
         """Note the begin of a pass that `backward` does not make; those after it are left to this rank."""
