@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +40,8 @@ TORCHRUN = "hydra/launcher=autosync_torchrun"
 """The launcher that starts this command again in each rank, for which it needs the command line."""
 _WRONG_LINE = 2
 """Exit status for a verb or an option that does not exist."""
+_UNREAD = 128 + signal.SIGPIPE
+"""Exit status if the program that reads the output, such as ``head``, has ended; other programs are killed then."""
 _LAUNCHER_TIMEOUT = 10.0
 """Seconds for which a rank waits to be ended, since the first rank of its host has the same error."""
 
@@ -55,6 +60,7 @@ def main() -> None:
         print(_unknown_verb(verb), file=sys.stderr)
         sys.exit(_WRONG_LINE)
     sys.argv = [f"autosync {verb}", *sys.argv[2:]]
+    warnings.showwarning = _shows_warnings(verb, warnings.showwarning)
     logging.raiseExceptions = False  # else a full disk causes a traceback for each line of the log
     try:
         with needed_for("This command"):
@@ -72,6 +78,18 @@ def main() -> None:
         interrupts.end_at_once()
 
 
+def _shows_warnings(verb: str, otherwise: Callable[..., None]) -> Callable[..., None]:
+    """A function for ``warnings.showwarning``: warnings of this package become lines, as its other messages."""
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *place: Any, **rest: Any) -> None:
+        if Path(filename).is_relative_to(Path(__file__).parents[1]):
+            print(f"autosync {verb}: {message}", file=sys.stderr)
+        else:
+            otherwise(message, category, filename, *place, **rest)
+
+    return show
+
+
 def _exit_interrupted(verb: str) -> NoReturn:
     interrupts.end_at_once()
     print(f"autosync {verb}: interrupted", file=sys.stderr)
@@ -84,6 +102,9 @@ def _exit_with(verb: str, error: AutoSyncError | OSError, status: int = 1) -> No
     The others wait until their launcher ends them because the first one failed. A rank that is not ended has an error
     of its own, and prints it.
     """
+    if isinstance(error, BrokenPipeError) and not _is_read():
+        _discard_output()
+        sys.exit(_UNREAD)
     rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     if isinstance(error, DocumentError) and rank != "0":
         try:
@@ -213,6 +234,9 @@ def _flush_output() -> None:
     """
     try:
         sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        sys.exit(_UNREAD)
     except OSError as cause:
         _discard_output()
         raise UnwritableError(f"standard output: {cause.strerror}") from None
@@ -224,6 +248,13 @@ def _print_page(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         _discard_output()
+
+
+def _is_read() -> bool:
+    """Whether standard output has a reader: no pipe of which the other end is closed."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return not any(events & select.POLLERR for _, events in output.poll(0))
 
 
 def _discard_output() -> None:

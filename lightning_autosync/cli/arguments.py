@@ -105,7 +105,7 @@ def prepared(arguments: Sequence[str], folder: Path) -> list[str]:
 def for_compose(arguments: Sequence[str]) -> list[str] | None:
     """The overrides for `hydra.compose`: the directory of ``--config-dir``, which it does not take, is searched too.
 
-    None if it cannot compose what Hydra will compose: options name other files, or several directories are searched.
+    None if it cannot compose what Hydra will compose, because options name other files.
     """
     directories, others = _split(arguments)
     if any(argument.startswith(("--config", "-c", "--cfg")) for argument in others):
@@ -113,10 +113,13 @@ def for_compose(arguments: Sequence[str]) -> list[str] | None:
     overrides = [argument for argument in others if not argument.startswith("-")]
     if not directories:
         return overrides
+    made = _search_path(directories)
+    given = [override for override in overrides if override.startswith(f"{SEARCH_PATH}=[") and override.endswith("]")]
+    for override in given:  # `prepared` has put the user's directories there
+        overrides.remove(override)
+        made = f"{override[:-1]},{made.partition('[')[2]}"
     searched = any(override.lstrip("+").startswith(f"{SEARCH_PATH}=") for override in overrides)
-    if searched or not all(map(os.path.isdir, directories)):
-        return None
-    return [_search_path(directories), *overrides]
+    return None if searched or not all(map(os.path.isdir, directories)) else [made, *overrides]
 
 
 def _search_path(directories: Sequence[str]) -> str:

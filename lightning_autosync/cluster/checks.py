@@ -71,7 +71,10 @@ def stranded(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Lin
 
 
 def check_interfaces(nodes: Sequence[Node], links: Sequence[Link]) -> None:
-    """Raise ``ValueError`` unless each link of a node that lists interfaces belongs to one of these."""
+    """Raise ``ValueError`` unless each link of a node that lists interfaces belongs to one of these.
+
+    Their names and addresses must differ.
+    """
     around: dict[str, set[str]] = {node.name: set() for node in nodes if node.interfaces}
     for link in links:
         for end, other in ((link.a, link.b), (link.b, link.a)):
@@ -80,11 +83,19 @@ def check_interfaces(nodes: Sequence[Node], links: Sequence[Link]) -> None:
     for index, node in enumerate(nodes):
         names: set[str] = set()
         owner: dict[str, str] = {}
+        addresses: dict[str, str] = {}
         for number, interface in enumerate(node.interfaces):
             where = f"nodes[{index}].interfaces[{number}]"
             if interface.name in names:
                 raise ValueError(f"{where}.name: '{interface.name}' is the name of another interface of the node")
             names.add(interface.name)
+            if interface.address is not None:
+                first = addresses.setdefault(interface.address, interface.name)
+                if first != interface.name:
+                    raise ValueError(
+                        f"{where}.address: '{interface.address}' is the address of interface '{first}', too; give each "
+                        "interface its own"
+                    )
             for place, other in enumerate(interface.links):
                 field = f"{where}.links[{place}]"
                 if other not in around[node.name]:

@@ -237,26 +237,31 @@ def connect(
             connection.bind((source, 0))
         call = _Call(connection, deadline, cancelled)
         call.connect(target)
-        opening = call.receive(OPENING)
-        if not opening.startswith(BANNER):
-            raise ConnectionError("the process that listens there is not part of an AutoSync job")
-        theirs, own = opening[len(BANNER) :], secrets.token_bytes(_RANDOM)
-        tag = _tag(secret, b"caller", theirs, own, claim)
-        call.send(_LENGTH.pack(len(claim)) + own + tag + claim)
-        head = call.receive(_LENGTH.size + _TAG)
-        length = _LENGTH.unpack_from(head)[0]
-        if length > _MAX_ANSWER:
-            raise ConnectionError("its answer is not one that a process of a job sends")
-        text = call.receive(length)
-        if not hmac.compare_digest(head[_LENGTH.size :], _tag(secret, b"listener", theirs, own, text)):
-            raise ConnectionError("it does not know the secret of this job")
-        return connection, text
+        return connection, _shake_hands(call, secret, claim)
     except _Cancelled:
         connection.close()
         return None
     except BaseException:
         connection.close()
         raise
+
+
+def _shake_hands(call: _Call, secret: bytes, claim: bytes) -> bytes:
+    """The answer of the listener to a caller that has connected; see `connect`."""
+    opening = call.receive(OPENING)
+    if not opening.startswith(BANNER):
+        raise ConnectionError("the process that listens there is not part of an AutoSync job")
+    theirs, own = opening[len(BANNER) :], secrets.token_bytes(_RANDOM)
+    tag = _tag(secret, b"caller", theirs, own, claim)
+    call.send(_LENGTH.pack(len(claim)) + own + tag + claim)
+    head = call.receive(_LENGTH.size + _TAG)
+    length = _LENGTH.unpack_from(head)[0]
+    if length > _MAX_ANSWER:
+        raise ConnectionError("its answer is not one that a process of a job sends")
+    text = call.receive(length)
+    if not hmac.compare_digest(head[_LENGTH.size :], _tag(secret, b"listener", theirs, own, text)):
+        raise ConnectionError("it does not know the secret of this job")
+    return text
 
 
 def connect_with_retries(

@@ -93,17 +93,7 @@ def connect_pairs(
     deadline = time.monotonic() + timeout
     secret = common_secret(group)
     with ExitStack() as cleanup:
-        listener, fault = None, ""
-        try:
-            listener = cleanup.enter_context(listen(address or own_address()))
-        except (OSError, ExchangeError) as cause:
-            fault = str(cause)
-        own = _endpoint(listener) if listener is not None else None
-        offers = gather_json([own, fault], group)
-        for other, (_, problem) in enumerate(offers):
-            if problem:
-                raise OpeningError(f"rank {other} cannot listen for its peers{over(interface)}: {problem}")
-        assert listener is not None
+        listener, endpoints = _listen_together(cleanup, address, group, interface)
         connector = _Connector(
             listener,
             secret=secret,
@@ -113,10 +103,28 @@ def connect_pairs(
             interface=interface,
         )
         cleanup.callback(connector.close)
-        sockets = connector.run({high: offers[high][0] for low, high in edges if low == rank})
+        sockets = connector.run({high: endpoints[high] for low, high in edges if low == rank})
     for connection in sockets.values():
         connection.setblocking(True)
     return sockets
+
+
+def _listen_together(
+    cleanup: ExitStack, address: str | None, group: dist.ProcessGroup | None, interface: int
+) -> tuple[socket.socket, list[list[Any]]]:
+    """This rank's listener, which ``cleanup`` closes, and the places at which all ranks listen; see `connect_pairs`."""
+    listener, fault = None, ""
+    try:
+        listener = cleanup.enter_context(listen(address or own_address()))
+    except (OSError, ExchangeError) as cause:
+        fault = str(cause)
+    own = _endpoint(listener) if listener is not None else None
+    offers = gather_json([own, fault], group)
+    for other, (_, problem) in enumerate(offers):
+        if problem:
+            raise OpeningError(f"rank {other} cannot listen for its peers{over(interface)}: {problem}")
+    assert listener is not None
+    return listener, [place for place, _ in offers]
 
 
 class _Connector:

@@ -1,10 +1,13 @@
-"""The kernel's scheduling policy for ranks that share cores."""
+"""How a process shares its cores with others: the kernel's scheduling policy, and the threads of torch."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import torch
 
 
 def set_batch_scheduling() -> bool:
@@ -26,3 +29,14 @@ def set_batch_scheduling() -> bool:
         with suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
     return True
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Make torch and DGL compute on the calling thread alone, within the block or the decorated function."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

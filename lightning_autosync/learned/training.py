@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import numpy
@@ -15,24 +14,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import nn
 
 from lightning_autosync.documents import Index, Record
+from lightning_autosync.engine.cpu_scheduling import one_thread
 from lightning_autosync.learned.examples import Examples
 from lightning_autosync.learned.networks import SimulatorNetwork
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Make torch and DGL compute on the calling thread alone, within the block or the decorated function.
-
-    A step of these networks takes milliseconds. Threads gain little on idle cores; on cores that live workers or other
-    trainings keep busy, every operation waits for the slowest thread.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
@@ -83,7 +67,7 @@ def first_training(kind: str) -> Training:
     return _TRAINING.get(kind, Training())
 
 
-@one_thread()
+@one_thread()  # a step takes milliseconds, and waits for the slowest thread where cores are busy
 def train(
     network: SimulatorNetwork,
     examples: Examples,

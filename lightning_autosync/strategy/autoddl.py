@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
 from lightning_autosync.documents import is_path, read_data, shown
-from lightning_autosync.engine.collectives import broadcast_tensors
 from lightning_autosync.engine.replicas import require_equal_structures
 from lightning_autosync.errors import AutoSyncError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
@@ -29,12 +28,13 @@ from lightning_autosync.ports import PortRange
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.autoddl_checkpoint import SplitCheckpoints
 from lightning_autosync.strategy.base import SynchronizedModule
-from lightning_autosync.strategy.exact import ExactReplica, initial_state
+from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.first_batch import FirstBatch
 from lightning_autosync.strategy.hybrid_choice import Choice, choose_hybrid_plan, common_choice
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.mixin import AutoSyncMixin
-from lightning_autosync.strategy.resolution import check_size
+from lightning_autosync.strategy.replica_comparison import follow_rank_zero
+from lightning_autosync.strategy.resolution import check_size, with_connected_interfaces
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
@@ -46,7 +46,7 @@ from lightning_autosync.strategy.settings import (
     read_settings,
     reason_of_given,
 )
-from lightning_autosync.strategy.split import SplitReplica, follow_rank_zero
+from lightning_autosync.strategy.split import SplitReplica
 from lightning_autosync.strategy.trainer import FRAMEWORKS
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             self._replicate(trainer)
             self.setup_optimizers(trainer)
         else:
-            broadcast_tensors(initial_state(self.model, buffers=True))  # as under DDP
+            follow_rank_zero(self.model, buffers=True)  # as under DDP
         self.setup_precision_plugin()
         if fitting:
             self._clip_by_true_norm()
@@ -218,6 +218,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self._close()
         self._replica = None
         assert self.model is not None
+        self._settings = with_connected_interfaces(self._settings, None)
         replica = self._split_replica(trainer) or ExactReplica(
             self.model, self._data_parallel_settings(), self.num_nodes, self.num_processes, watched=True
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -26,7 +26,7 @@ from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.overlap import WaitLog, can_overlap, defer_steps_of, make_overlap, reading_forms
 from lightning_autosync.strategy.passes import SynchronizedPasses
-from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison
+from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison, follow_rank_zero
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.shares.losses import loss_weight_of
@@ -34,7 +34,7 @@ from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures
-from lightning_autosync.workload import shared_buffers, shared_parameters, variable_names
+from lightning_autosync.workload import variable_names
 
 
 class ExactReplica(SynchronizedPasses):
@@ -67,6 +67,7 @@ class ExactReplica(SynchronizedPasses):
         watched: bool = False,
         links: JobLinks | None = None,
     ) -> None:
+        super().__init__()
         self._module = module
         self._watched = watched
         self._settings = settings
@@ -76,7 +77,7 @@ class ExactReplica(SynchronizedPasses):
         overlaps = settings.overlap if can_overlap(module) else None
         self._tuning = JobTuning(module, replace(settings, overlap=overlaps), nodes, devices, group, links)
         self._tuning.resolve()
-        broadcast_tensors(initial_state(module, settings.initial_buffers), group)
+        follow_rank_zero(module, settings.initial_buffers, group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
         self._parameters = ParameterComparison(module, group)
         self._weights = WeightComparison(module, settings.check_replicas, group)
@@ -162,8 +163,10 @@ class ExactReplica(SynchronizedPasses):
         """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow.
 
         Raises:
-            ExchangeError: an error ended the last backward pass; see `Engine.refuse_unended`.
+            ExchangeError: an error ended the last backward pass (see `Engine.refuse_unended`), or synchronization.
         """
+        if torch.is_grad_enabled():
+            self._refuse_passes()
         if self._engine is not None and torch.is_grad_enabled():
             self._engine.refuse_unended()
         if self._buffers is not None and self._engine is not None:
@@ -243,6 +246,7 @@ class ExactReplica(SynchronizedPasses):
             ExchangeError: (on every rank) weights differ between ranks.
             PlanError: see `before_synchronization`.
         """
+        self._refuse_passes()
         self.settle()  # the optimizer's last step, before gradients change
         self.before_synchronization()
         self.follow_scaler(scaler)
@@ -267,6 +271,7 @@ class ExactReplica(SynchronizedPasses):
 
     def close(self) -> None:
         """Stop synchronizing; the state of compressors is kept for `gather_state`."""
+        self._guards.remove()
         try:
             if self._overlap is not None:
                 self._overlap.close()
@@ -364,9 +369,10 @@ class ExactReplica(SynchronizedPasses):
         """
         assert self._engine is not None
         enabled, expects, scale = self._engine.enabled, self._engine.expects, self._engine.loss_scale
-        self._close_engine()
-        self._tuning.resolve(also=set(self._planned.values()))
-        self._follow(self._start())
+        with self._opening_anew():
+            self._close_engine()
+            self._tuning.resolve(also=set(self._planned.values()))
+            self._follow(self._start())
         assert self._engine is not None
         self._engine.enabled, self._engine.expects, self._engine.loss_scale = enabled, expects, scale
         warn_left_out(self._engine.load_state_dict(self._memory), "parameters changed, so a new plan was made")
@@ -440,9 +446,3 @@ class ExactReplica(SynchronizedPasses):
         reasons = self._parameters.active, self._tuning.waits_at_end, self._weights.is_due, follows
         engine.waits = "backward" if any(reasons) else "parameters"
         self._waits.tell(*reasons)
-
-
-def initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:
-    """Tensors that all ranks take from rank 0 before training."""
-    found = [parameter.data for _, parameter in shared_parameters(module)]
-    return found + [buffer.data for _, buffer in shared_buffers(module)] if buffers else found

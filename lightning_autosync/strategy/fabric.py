@@ -44,6 +44,7 @@ from lightning_autosync.strategy.shares.loaders import is_global
 from lightning_autosync.strategy.shares.losses import loss_weight_of
 from lightning_autosync.strategy.shares.micro_batches import check_norms
 from lightning_autosync.strategy.shares.sampler import is_distributed
+from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
 
@@ -122,6 +123,11 @@ class AutoSyncFabricStrategy(DDPStrategy):
         super().__init__(**launch)
         self._backward_sync_control = _AccumulationControl()  # type: ignore[assignment]  # of other modules than DDP's
         self._replicas: list[ExactReplica] = []
+        self._wrappers: weakref.WeakSet[FabricModule] = weakref.WeakSet()
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._set_up = 0
+        """Number of modules that were set up. Unlike those that live, it is the same on all ranks."""
+        self._links: JobLinks | None = None
         self._farewell: Callable[[], Any] | None = None
         self._shares: BatchShares | None = None
         self._ports = ExitStack()
@@ -145,8 +151,9 @@ class AutoSyncFabricStrategy(DDPStrategy):
         self._shares = open_shares(self._settings, self.global_rank, self.world_size, self.root_device)
 
     def setup_module(self, module: nn.Module) -> FabricModule:  # type: ignore[override]  # in place of DDP's module
-        self._forget(module)
-        if self._replicas and isinstance(self._shares, AutoShares):
+        self._close_unused(module)
+        others = self._set_up - (module in self._modules)
+        if others and isinstance(self._shares, AutoShares):
             raise PlanError(
                 "batch_shares='auto': a batch is timed for one module, but this is the second one; give a share for "
                 "each rank"
@@ -155,13 +162,17 @@ class AutoSyncFabricStrategy(DDPStrategy):
             check_norms(module)
         # Each module has its own group, because ranks may complete messages of two modules in different orders.
         # A group takes the backend's own time-out unless it is told one.
-        group = dist.new_group(timeout=timedelta(seconds=self._settings.timeout)) if self._replicas else None
-        links = self._replicas[0].links if self._replicas else None
+        group = dist.new_group(timeout=timedelta(seconds=self._settings.timeout)) if others else None
+        links = self._links if others else None
         replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, True, links)
         self._replicas.append(replica)
         if self._shares is not None:
             replica.share(self._shares)
-        return FabricModule(module, replica, getattr(self.precision, "scaler", None), self._shares)
+        wrapped = FabricModule(module, replica, getattr(self.precision, "scaler", None), self._shares)
+        self._wrappers.add(wrapped)
+        self._modules.add(module)
+        self._set_up, self._links = others + 1, replica.links
+        return wrapped
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if self._shares is None:
@@ -239,12 +250,22 @@ class AutoSyncFabricStrategy(DDPStrategy):
         """For each module that is set up: how its gradients are synchronized, why, and which plans were tried."""
         return [replica.report() for replica in self._replicas]
 
-    def _forget(self, module: nn.Module) -> None:
-        """Close the engine of a module that is set up again, so that its gradients are not exchanged twice."""
+    def _close_unused(self, module: nn.Module) -> None:
+        """Close the engine of ``module``, which is set up again, and those of modules that the user has deleted.
+
+        The former would exchange gradients twice. The latter would keep their modules in memory.
+        """
+        wrapped = {wrapper.replica for wrapper in self._wrappers}
+        used = []
         for replica in self._replicas:
+            deleted = replica not in wrapped and not replica.awaits_backward
             if replica.module is module:
+                replica.replace()
+            elif deleted:
                 replica.close()
-        self._replicas = [replica for replica in self._replicas if replica.engine is not None]
+            else:
+                used.append(replica)
+        self._replicas = used
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return super().get_module_state_dict(_unwrap(module))

@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
+from lightning_autosync.engine.accumulator_hooks import AccumulatorHooks
+from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import Replica
 
 
@@ -24,6 +26,11 @@ class SynchronizedPasses(Replica):
 
     _engine: Engine | None = None
     _has_synchronized = False
+    _refusal = ""
+    """The message with which passes are refused, because they would not be synchronized; empty if they are not."""
+
+    def __init__(self) -> None:
+        self._guards = AccumulatorHooks()
 
     @property
     @abstractmethod
@@ -44,6 +51,11 @@ class SynchronizedPasses(Replica):
     def enabled(self, enabled: bool) -> None:
         if self._engine is not None:
             self._engine.enabled = enabled
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a synchronized backward pass has begun, or may follow the last forward pass."""
+        return self._engine is not None and (self._engine.expects or self._engine.in_pass)
 
     def training_step(self, batch: Any) -> AbstractContextManager[None]:
         return self._training_step()
@@ -90,6 +102,33 @@ class SynchronizedPasses(Replica):
         finally:
             engine.deferred = False
             self._expect(False)
+
+    @contextmanager
+    def _opening_anew(self) -> Iterator[None]:
+        """A context that opens another engine. After an error in it there is none, so all later passes raise."""
+        try:
+            yield
+        except BaseException as error:
+            self._refusal = (
+                "gradients are no longer synchronized, because synchronization could not be opened for parameters or "
+                f"links that had changed ({type(error).__name__}: {error}): resume from a checkpoint"
+            )
+            for parameter in self.module.parameters():
+                if parameter.requires_grad:  # a pass of an output that was computed before makes no forward pass
+                    self._guards.add(parameter, self._refuse_passes, self._refuse_passes)
+            raise
+
+    def replace(self) -> None:
+        """Stop synchronizing, because another replica follows for this module; later passes of this one raise."""
+        self.close()
+        self._refusal = (
+            "gradients would not be synchronized, because the module was set up again after this wrapper was made: "
+            "use what the last setup returned"
+        )
+
+    def _refuse_passes(self, *_: object) -> None:
+        if self._refusal:
+            raise ExchangeError(self._refusal)
 
     def _begin_by_hand(self) -> None:
         """Note the begin of a pass that `backward` does not make; those after it are left to this rank."""

@@ -40,6 +40,7 @@ from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shared_data import SharedWork, batch_size, describe_equal_shares, share_data
 from lightning_autosync.strategy.trainer import (
     EpochBarrier,
+    check_finders,
     check_module,
     check_one_loader,
     check_rejoin,
@@ -189,6 +190,7 @@ class RelaxedReplica(Replica):
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
+        check_finders(trainer, self._mode)
         put_first(trainer, EpochBarrier())
 
     def share_data(self, dataloader: object) -> object:
@@ -206,22 +208,10 @@ class RelaxedReplica(Replica):
         """Begin training, from rank 0's model or from the state given to `restore_state`.
 
         Raises:
-            PlanError: there is not exactly one optimizer, servers cannot run it, or the Trainer has a setting that
-                needs all ranks at the same step.
+            PlanError: there is not exactly one optimizer, servers cannot run it, the Trainer has a setting that needs
+                all ranks at the same step, or training has begun before.
         """
-        trainer = self._trainer
-        check_trainer(trainer, self.plan.consistency, scaler)
-        if self._share is not None:
-            check_one_loader(trainer)
-        elif self._mode in UNEVEN:
-            rank_zero_warn(describe_equal_shares(trainer.train_dataloader))
-        if self.rejoined:
-            check_rejoin(trainer)
-        if len(optimizers) != 1:
-            raise PlanError(
-                f"plan: consistency.mode '{self._mode}' needs exactly one optimizer, but the model has "
-                f"{len(optimizers)}; use one with several parameter groups"
-            )
+        self._check_training(optimizers, scaler)
         self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
         self._watch.accept()
         found = self._resolution
@@ -244,6 +234,23 @@ class RelaxedReplica(Replica):
         if self.rejoined and not self._in_step:
             drain = self._synchronizer.joined_after
             self._follow_progress(request_trainer_state(self._mesh, drain, self._settings.timeout))
+
+    def _check_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
+        trainer = self._trainer
+        if self._synchronizer is not None:
+            raise PlanError(f"training begins twice within one fit(); mode '{self._mode}' allows that once")
+        check_trainer(trainer, self.plan.consistency, scaler)
+        if self._share is not None:
+            check_one_loader(trainer)
+        elif self._mode in UNEVEN:
+            rank_zero_warn(describe_equal_shares(trainer.train_dataloader))
+        if self.rejoined:
+            check_rejoin(trainer)
+        if len(optimizers) != 1:
+            raise PlanError(
+                f"plan: consistency.mode '{self._mode}' needs exactly one optimizer, but the model has "
+                f"{len(optimizers)}; use one with several parameter groups"
+            )
 
     def _follow_progress(self, state: dict[str, Any] | None = None) -> None:
         """Let schedules and ``trainer.global_step`` follow the job's progress, and send it to ranks that return.

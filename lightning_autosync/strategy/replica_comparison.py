@@ -1,4 +1,4 @@
-"""Whether the replicas of all ranks are still equal: they train the same parameters, and have the same weights."""
+"""Replicas begin equal. Whether they still are: they train the same parameters, and have the same weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_autosync.engine.collectives import gather_json, group_device
+from lightning_autosync.engine.collectives import broadcast_tensors, gather_json, group_device
 from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck, difference, warn_of_shortened
 from lightning_autosync.errors import PlanError
-from lightning_autosync.workload import shared_parameters, shortened_rows, variable_names
+from lightning_autosync.workload import shared_buffers, shared_parameters, shortened_rows, variable_names
 
 CALM = 100
 """Passes without a change after which ranks no longer compare their parameters before each pass."""
+
+
+def follow_rank_zero(module: nn.Module, buffers: bool, group: dist.ProcessGroup | None = None) -> None:
+    """Take the weights of rank 0, and with ``buffers`` its buffers; collective over ``group`` (None: the default)."""
+    found = [parameter.data for _, parameter in shared_parameters(module)]
+    broadcast_tensors(found + ([buffer.data for _, buffer in shared_buffers(module)] if buffers else []), group)
 
 
 class ParameterComparison:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, gather_json
+from lightning_autosync.engine.collectives import BufferBroadcast, gather_json
 from lightning_autosync.errors import AutoSyncError, PeerLost
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.checkpoint import make_whole
@@ -27,7 +27,7 @@ from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.settings import StrategySettings
-from lightning_autosync.workload import Workload, shared_buffers, shared_parameters
+from lightning_autosync.workload import Workload
 
 
 class SplitReplica(Replica):
@@ -139,12 +139,6 @@ class SplitReplica(Replica):
         self._reduction.close()
         if self.split.is_split and not self._failed:
             make_whole(self.split, list(self._optimizers))
-
-
-def follow_rank_zero(module: nn.Module, buffers: bool) -> None:
-    """Broadcast the weights of rank 0, and with ``buffers`` its buffers; collective."""
-    found = [parameter.data for _, parameter in shared_parameters(module)]
-    broadcast_tensors(found + ([buffer.data for _, buffer in shared_buffers(module)] if buffers else []))
 
 
 def _reduction_settings(settings: StrategySettings) -> ReductionSettings:

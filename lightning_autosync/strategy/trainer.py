@@ -143,8 +143,7 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
             f"'{mode}' they are not; allowed: interval 'epoch'"
         )
     for callback in trainer.callbacks:
-        kinds = {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in FRAMEWORKS}
-        if "WeightAveraging" in kinds:  # not every version of the frameworks has this class
+        if "WeightAveraging" in _kinds(callback):  # not every version of the frameworks has this class
             raise PlanError(
                 f"callbacks: {type(callback).__name__} averages each rank's own weights, so under mode '{mode}' ranks "
                 "would end with different models; remove it, or use a plan that synchronizes gradients"
@@ -158,6 +157,25 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
             raise PlanError(
                 f"ModelCheckpoint(train_time_interval): it asks all ranks in every step, but under mode '{mode}' they "
                 "are at different steps; use every_n_epochs"
+            )
+
+
+def _kinds(callback: Any) -> set[str]:
+    """The names of the frameworks' classes that a callback is an instance of."""
+    return {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in FRAMEWORKS}
+
+
+def check_finders(trainer: Any, mode: str) -> None:
+    """Refuse callbacks that train within ``fit`` before training begins, with other callbacks than the Trainer's.
+
+    Raises:
+        PlanError: the Trainer has such a callback, as the one that `Tuner` adds.
+    """
+    for callback in trainer.callbacks:
+        if "LearningRateFinder" in _kinds(callback):
+            raise PlanError(
+                f"callbacks: {type(callback).__name__} trains before the job does, and ranks would not meet. Under "
+                f"mode '{mode}' remove it, and find the learning rate with a plan that synchronizes gradients"
             )
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from clusters import two_interfaces
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
@@ -234,6 +235,18 @@ def searched(bandwidth: str | None, memory: str | None = None, width: int = 512,
         "distance": distance(theirs, ours),
         "share": max(ours.shapes[-4:]) / whole,
     }
+
+
+def without_an_address() -> list[dict[str, Any]]:
+    """Jobs without a plan on slow links: each node has a second interface without an address, or none."""
+    size = dist.get_world_size()
+    both = two_interfaces([1.25e6] * size, [1.25e6] * size, [("127.0.0.1",)] * size)
+    found = []
+    for cluster in (both, both.with_interfaces(1)):
+        seed_everything(3)
+        job = told(Wide(512), AutoDDLStrategy(cluster=cluster))
+        found.append({"lines": job["lines"], "plan": job["plan"]})
+    return found
 
 
 def wide_plan(**changes: Any) -> HybridPlan:

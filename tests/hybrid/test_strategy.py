@@ -99,6 +99,12 @@ def test_slow_links_are_spared(pair: SharedPool) -> None:
     assert "data parallelism" in line
 
 
+def test_interfaces_without_an_address_do_not_count(pair: SharedPool) -> None:
+    for both, first in pair.run(jobs.without_an_address):
+        assert both["plan"]
+        assert both["lines"] == first["lines"]
+
+
 def test_fast_links_keep_data_parallelism(pair: SharedPool) -> None:
     found = pair.run(jobs.searched, bandwidth="100 Gbit/s", width=16)[0]
     assert found["lines"][0].startswith("AutoDDL: data parallelism: no split of operators is more than 5% faster")

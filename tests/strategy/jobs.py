@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 import warnings
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import models
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -27,6 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Compressor, compile_plan
 from lightning_autosync.strategy import agreement, resolution
 from lightning_autosync.strategy.exact import ExactReplica
@@ -452,12 +456,61 @@ def fabric_twice() -> list[float]:
     """The gradient of a module that was set up twice, with the rank plus one as input."""
     fabric = make_fabric(AutoSyncFabricStrategy())
     module = nn.Linear(1, 1, bias=False)
-    fabric.setup(module)
+    first = fabric.setup(module)
     again = fabric.setup(module)
+    with torch.no_grad():
+        first(torch.ones(1, 1))
+    with pytest.raises(ExchangeError, match="use what the last setup returned"):
+        first(torch.ones(1, 1))
     fabric.backward(again(torch.full((1, 1), dist.get_rank() + 1.0)).sum())
     fabric.strategy.teardown()
     assert module.weight.grad is not None
     return module.weight.grad.flatten().tolist()
+
+
+def modules_in_different_orders() -> str:
+    """The error if ranks set up two modules of one structure in different orders."""
+    fabric = make_fabric(AutoSyncFabricStrategy())
+    modules = [nn.Linear(1, 1), type("Critic", (nn.Linear,), {})(1, 1)]
+    try:
+        for module in modules if dist.get_rank() == 0 else reversed(modules):
+            fabric.setup(module)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        fabric.strategy.teardown()
+    return ""
+
+
+def modules_after_the_user_deletes_them(**options: Any) -> list[str]:
+    """Which of the modules that Fabric set up live although the user deleted them, and what went wrong."""
+    fabric = make_fabric(AutoSyncFabricStrategy(timeout=20.0, **options))
+    found, lives = [], {}
+    inputs = torch.full((1, 1), dist.get_rank() + 1.0)
+
+    def make(passes: int) -> tuple[nn.Module, Any]:
+        module = nn.Linear(1, 1, bias=False)
+        wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in range(passes):
+            fabric.backward(wrapped(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return module, wrapped
+
+    for name in ("the first", "the second"):
+        lives[name] = weakref.ref(make(passes=2)[0])
+    module, wrapped = make(passes=1)
+    loss = wrapped(inputs).sum()
+    del wrapped
+    gc.collect()
+    make(passes=1)
+    fabric.backward(loss)
+    if module.weight.grad is None or float(module.weight.grad) != 1.5:
+        found.append("a gradient stayed on its rank")
+    gc.collect()
+    found += [name for name, module in lives.items() if module() is not None]
+    fabric.strategy.teardown()
+    return found
 
 
 def fabric_looks(changes: str = "never") -> list[float]:

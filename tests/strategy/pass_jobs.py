@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
 from unittest import mock
 
@@ -18,9 +20,10 @@ from torch.nn.modules import module as torch_module
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.errors import AutoSyncError, ClusterError, OpeningError
+from lightning_autosync.strategy import exact as exact_module
 from lightning_autosync.strategy import fabric as fabric_module
-from lightning_autosync.strategy import replica_comparison
+from lightning_autosync.strategy import replica_comparison, resolution
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
@@ -143,6 +146,38 @@ def unplanned() -> list[str]:
     return found
 
 
+def passes_after_a_failed_opening(how: str, overlap: bool) -> list[str]:
+    """How each pass's error begins under Fabric, if a layer thaws before the second one and ranks cannot connect then.
+
+    Args:
+        how: the passes: by ``fabric.backward``, by ``loss.backward``, or by ``loss.backward`` of an output that was
+            computed before (``late``). Before the last one, the module is set up again.
+        overlap: whether steps overlap; the error then comes where a parameter is read.
+    """
+    fabric = make_fabric(AutoSyncFabricStrategy(plan="all_reduce", overlap="step" if overlap else None))
+    layers = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    layers[1].requires_grad_(False)
+    wrapped, found = fabric.setup_module(layers), []
+    early = [wrapped(torch.ones(1, 1)).sum() for _ in range(2)]
+    for step in range(5):
+        if step == 1:
+            layers[1].requires_grad_(True)
+        if step == 4:
+            wrapped = fabric.setup_module(layers)
+        fault = OpeningError("rank 1: no memory") if step == 1 else None
+        with mock.patch.object(exact_module, "Engine", side_effect=fault) if fault else contextlib.nullcontext():
+            try:
+                loss = early.pop() if how == "late" and step in (2, 3) else wrapped(torch.ones(1, 1)).sum()
+                fabric.backward(loss) if how == "fabric" else loss.backward()
+                fabric.strategy.settle()
+                found.append("none")
+            except AutoSyncError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    assert layers[1].weight.grad is not None
+    fabric.strategy.teardown()
+    return found
+
+
 def change_before_a_collective(kind: str) -> str:
     """The error under Fabric if rank 1 freezes a layer, and a collective call follows the pass."""
     fabric = make_fabric(AutoSyncFabricStrategy(overlap="step", bucket_cap_mb=1e-6, timeout=20.0))
@@ -187,6 +222,28 @@ def overlap_after_a_trial_that_closing_ends() -> bool:
         dist.barrier()
         replica.close()
     return engine.on_launch is not None
+
+
+def printed_errors(alike: bool) -> list[str]:
+    """Kinds of errors that this rank prints, of an error of all ranks in a step, and of another one.
+
+    Args:
+        alike: whether the error has the same text on all ranks.
+    """
+    printed: list[str] = []
+    strategy = AutoSyncStrategy(cluster=ClusterSpec.uniform(3))
+    own = ClusterError(f"the cluster of rank {dist.get_rank()} is too large")
+    differing = mock.patch.object(resolution, "check_size", side_effect=own)
+    with (
+        contextlib.nullcontext() if alike else differing,
+        mock.patch.object(sys, "excepthook", lambda kind, *_: printed.append(kind.__name__)),
+    ):
+        try:
+            make_trainer(strategy).fit(models.Plain())
+        except ClusterError as error:
+            sys.excepthook(type(error), error, None)
+        sys.excepthook(MemoryError, MemoryError(), None)
+    return printed
 
 
 def failure_detector_after_a_failed_setup() -> bool:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from jobs import distance, make_trainer, state
 from lightning.pytorch import LightningModule, seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner.lr_finder import _lr_find
 from models import one_cycle
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -382,6 +383,22 @@ def checkpoint(
     fit(strategy_of(consistency), learner, max_epochs=2, enable_checkpointing=True, callbacks=[keep, *callbacks])
     torch.load(Path(folder) / "half.ckpt", weights_only=True)
     return str(Path(folder) / "half.ckpt")
+
+
+def search_rate(consistency: dict[str, Any] | str, own: bool) -> str:
+    """The error of training in which a learning rate is searched first, within ``fit``.
+
+    Args:
+        consistency: the plan's consistency.
+        own: whether a callback of the user does that, not Lightning's.
+    """
+
+    class Searches(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            _lr_find(trainer, module, num_training=6, early_stop_threshold=None)
+
+    finder = LearningRateFinder(num_training_steps=6, early_stop_threshold=None, attr_name="momentum")
+    return attempt(consistency, callbacks=[Searches() if own else finder])
 
 
 def attempt(consistency: dict[str, Any] | str, learner: dict[str, Any] | None = None, **arguments: Any) -> str:

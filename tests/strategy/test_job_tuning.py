@@ -121,7 +121,7 @@ def test_steps_that_overlap_wait_for_predictions_of_rank_0_only_at_their_end(duo
 
 @pytest.mark.parametrize("options", [{"tuning": asdict(tuning_jobs.SHORT)}, {"tuning": "off"}], ids=["tuning", "off"])
 def test_a_job_does_without_interfaces_that_have_no_address(duo, options: dict[str, Any]) -> None:
-    cluster = two_interfaces([1e8] * 2, [1e8] * 2, [("127.0.0.1", "127.0.0.1"), ("127.0.0.1",)]).to_dict()
+    cluster = two_interfaces([1e8] * 2, [1e8] * 2, [("127.0.0.1", "127.0.0.2"), ("127.0.0.1",)]).to_dict()
     for found in duo.run(tuning_jobs.without_addresses, cluster=cluster, **options):
         assert found["distance"] < 1e-5
         assert found["interfaces"] in ([], [0])

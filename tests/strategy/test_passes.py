@@ -42,6 +42,15 @@ def test_a_parameter_that_a_users_plan_lacks_is_refused_in_each_pass(duo) -> Non
     assert duo.run(pass_jobs.unplanned) == [expected] * 2
 
 
+@pytest.mark.parametrize(("how", "overlap"), [("fabric", False), ("plain", False), ("late", False), ("fabric", True)])
+def test_passes_raise_where_ranks_could_not_connect_after_a_change(duo, how: str, overlap: bool) -> None:
+    for found in duo.run(pass_jobs.passes_after_a_failed_opening, how=how, overlap=overlap):
+        assert [found[0], found[1], found[4]] == ["none", "OpeningError: rank 1: no memory", "none"]
+        for error in found[2:4]:
+            assert error.startswith("ExchangeError: gradients are no longer synchronized")
+            assert "OpeningError: rank 1: no memory" in error
+
+
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "barrier", "broadcast"])
 def test_collective_calls_of_fabric_notice_a_change_on_another_rank(duo, kind: str) -> None:
     expected = "PlanError: model: parameter 'head.bias': requires_grad is False on rank 1"
@@ -50,6 +59,13 @@ def test_collective_calls_of_fabric_notice_a_change_on_another_rank(duo, kind: s
 
 def test_a_failed_setup_leaves_no_hook(duo) -> None:
     assert duo.run(pass_jobs.hooks_after_a_failed_setup) == [0, 0]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_an_error_of_all_ranks_is_printed_once(duo, alike: bool) -> None:
+    first, second = duo.run(pass_jobs.printed_errors, alike=alike)
+    assert first == ["ClusterError", "MemoryError"]
+    assert second == (["MemoryError"] if alike else first)
 
 
 def test_closing_during_a_trial_ends_the_overlap(duo) -> None:

@@ -258,6 +258,17 @@ def test_servers_do_not_clip_each_gradient_for_itself(duo) -> None:
         assert "PlanError: gradient_clip_val: 0.5" in error
 
 
+@pytest.mark.parametrize("mode", sweep(MODES, ["partial reduce", "DiLoCo", "served"]))
+def test_a_finder_of_learning_rates_is_refused(duo, mode: str) -> None:
+    for error in duo.run(relaxed_jobs.search_rate, consistency=MODES[mode], own=False):
+        assert error.startswith("PlanError: callbacks: LearningRateFinder trains before the job does")
+
+
+def test_a_second_begin_of_training_within_fit_is_refused(duo) -> None:
+    for error in duo.run(relaxed_jobs.search_rate, consistency=MODES["DiLoCo"], own=True):
+        assert error.startswith("PlanError: training begins twice within one fit(); mode 'periodic' allows that once")
+
+
 # Relatives of others.
 LONG = (
     "reduction after a step by hand", "reduction after a batch of equal shares", "a share of a rank's own batches",

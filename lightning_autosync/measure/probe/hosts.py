@@ -7,14 +7,15 @@ import socket
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.cpu_scheduling import one_thread
 from lightning_autosync.measure.conditions import machine, usable_cores
 from lightning_autosync.replay.constants import CodecRates, Constants, DecodeRates
 
@@ -100,21 +101,10 @@ def _cores() -> list[int]:
 def _measured() -> list[float] | None:
     """Core-seconds of small work, and bytes/s of copying and of adding; None if this rank cannot measure them."""
     try:
-        with _one_thread(), torch.enable_grad():
+        with one_thread(), torch.enable_grad():  # whose time is measured
             return [_small_work(), *_memory_rates()]
     except (OSError, RuntimeError, MemoryError, ArithmeticError):
         return None
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Within the context torch computes in this thread alone, whose time is measured."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _small_work() -> float:

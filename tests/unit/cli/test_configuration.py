@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -217,6 +219,16 @@ def test_help_of_which_nothing_is_read_ends_silently(line: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_tables_of_which_nothing_is_read_end_silently(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        command = [sys.executable, "-m", "lightning_autosync.cli", "cache"]
+        environment = {**os.environ, "LIGHTNING_AUTOSYNC_CACHE": str(tmp_path)}
+        ended = forked.run(command, stdout=closed, stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_says_all_of_each_option(verb: str) -> None:
     told = help_text(verb, VERBS[verb])
@@ -304,6 +316,11 @@ def test_a_file_of_a_cluster_becomes_an_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            "--config-dir options model=of_my_ow",
+            r"model: 'of_my_ow' is not known; did you mean 'of_my_own'\? allowed: ",
+        ),
+        ("--config-dir options --config-dir more model.scal=1", r"model\.scal: "),
         ("model=vgg_lik", r"model: 'vgg_lik' is not known; did you mean 'vgg_like' or .*\? allowed: "),
         ("model=vgg_like model.scal=1", r"model\.scal: unknown key; did you mean model\.scale\? allowed in model: "),
         ("cluster_fastest=400Mbit/s", r"cluster_fastest: unknown key; did you mean cluster\? allowed: "),
@@ -314,6 +331,10 @@ def test_beside_a_file_of_a_cluster_one_line_names_the_key(
     words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.yaml").write_text(CLUSTER.format(name="mine"))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "options" / "model").mkdir(parents=True)
+    (tmp_path / "options" / "model" / "of_my_own.yaml").write_text("kind: flat\nmib: 1\n")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["autosync", "predict", *words.split(), f"cluster={tmp_path}/mine.yaml"])
     with pytest.raises(SystemExit, match=f"^autosync predict: {message}") as caught:
         main()
@@ -333,6 +354,18 @@ def test_a_file_of_a_cluster_with_a_slow_rate_without_a_unit_is_told(tmp_path: P
     path.write_text("format: autosync-cluster/1\nname: mine\nuniform: {nodes: 2, bandwidth: 400}\n")
     with pytest.warns(UserWarning, match=f"^{path}: uniform.bandwidth: 400 is 400 bytes/s; write '400 Mbit/s'"):
         prepared([f"cluster={path}"], tmp_path / "found")
+
+
+def test_warnings_of_the_package_are_lines(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("format: autosync-cluster/1\nname: mine\nuniform: {nodes: 2, bandwidth: 400}\n")
+    monkeypatch.setattr(sys, "argv", ["autosync", "predict", f"cluster={path}", "wrong=1"])
+    with pytest.raises(SystemExit):
+        main()
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"autosync predict: {path}: uniform.bandwidth: 400 is 400 bytes/s; write ")
 
 
 def test_a_file_of_a_cluster_gives_values_and_runs_nothing(tmp_path: Path) -> None:

@@ -55,6 +55,10 @@ MALFORMED = [
         document(FIRST, {**SECOND, "name": "eth0"}),
         "nodes[0].interfaces[1].name: 'eth0' is the name of another interface",
     ),
+    (
+        document(FIRST, {**SECOND, "address": "10.0.0.1"}),
+        "nodes[0].interfaces[1].address: '10.0.0.1' is the address of interface 'eth0', too; give each",
+    ),
     (document(FIRST, {**SECOND, "links": []}), "nodes[0].interfaces[1].links: Tuple should have at least 1 item"),
     (
         document(FIRST, {**SECOND, "speed": 2}),
