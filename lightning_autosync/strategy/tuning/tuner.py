@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from lightning_autosync.documents import counted
-from lightning_autosync.strategy.tuning.contest import CLEARLY_SLOWER, Contest, candidates_turn
+from lightning_autosync.strategy.tuning.contest import CLEARLY_SLOWER, GIVE_UP, Contest, candidates_turn
 
 _LEAST_KNOWN = 4
 """Passes of the present plan before a candidate is tried, to know when to give it up."""
@@ -34,8 +34,9 @@ class Candidate:
     Attributes:
         name: name for people, such as that of its builder.
         predicted: predicted seconds of a step.
-        always: whether it is tried whatever its prediction. DDP's plan is, so that no plan is kept that was measured to
-            be slower than it.
+        always: whether it is tried first, also if it is predicted to be slower. DDP's plan is, so that no plan is kept
+            that was measured to be slower than it. It is not tried where it would be given up soon: if `reprice` gave
+            it more than `GIVE_UP` times what the present plan takes.
         native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
             do those of all others.
     """
@@ -100,7 +101,7 @@ class Tuner:
         late: int = 0,
     ) -> None:
         self._candidates = list(candidates)
-        self._plans, self._priced = plans, priced
+        self._plans, self._priced, self._repriced = plans, priced, False
         self._left = self._eligible()
         self._warm_up, self._passes = warm_up, passes
         self._horizon = horizon
@@ -184,7 +185,7 @@ class Tuner:
         if predicted:
             known = zip(self._candidates, predicted, strict=True)
             self._candidates = [replace(each, predicted=seconds) for each, seconds in known]
-            self._left = self._eligible()
+            self._left, self._repriced = self._eligible(), True
         self._priced = True
 
     def _eligible(self) -> list[int]:
@@ -234,7 +235,8 @@ class Tuner:
     def _worth(self, candidate: int) -> float:
         """Expected gain over the passes to come minus the expected cost of a trial, in passes of the present plan."""
         if self._candidates[candidate].always:
-            return math.inf
+            hopeless = self._repriced and self._candidates[candidate].predicted > GIVE_UP * self.usual_seconds
+            return -math.inf if hopeless else math.inf
         mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted)
         variance = OWN_SPREAD**2
         if sign := self._kind_sign(candidate):
