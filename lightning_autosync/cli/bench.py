@@ -14,7 +14,7 @@ from lightning_autosync.measure.bench.preparation import make_cluster, prepare
 from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import BenchSettings
-from lightning_autosync.measure.hosts import job_hosts
+from lightning_autosync.measure.hosts import job_hosts, measured_hosts
 from lightning_autosync.measure.timelines import measure_timeline
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan
@@ -39,7 +39,9 @@ def bench(configuration: dict[str, Any], directory: Path) -> BenchResult:
     settings = BenchSettings.parse(configuration)
     if settings.timeline:
         _check_timeline(settings)
-    constants = job_hosts(settings.launch.kind, settings.model.kind in _WITHOUT_COMPUTE, settings.constants)
+    given = None
+    if settings.constants is not None:
+        given = job_hosts(settings.launch.kind, settings.model.kind in _WITHOUT_COMPUTE, settings.constants)
 
     def keep(result: BenchResult) -> None:
         result.document().write(directory)
@@ -58,7 +60,7 @@ def bench(configuration: dict[str, Any], directory: Path) -> BenchResult:
     draw(result, directory / "result.png")
     console.print(f"{directory / 'result.json'}, {directory / 'result.png'}", soft_wrap=True, highlight=False)
     if settings.timeline:
-        _draw_timeline(result, constants, directory)
+        _draw_timeline(result, given, directory)
     return result
 
 
@@ -75,7 +77,8 @@ def _check_timeline(settings: BenchSettings) -> None:
         raise DocumentError("timeline: needs a contender with an exact plan; add one to contenders")
 
 
-def _draw_timeline(result: BenchResult, constants: Constants, directory: Path) -> None:
+def _draw_timeline(result: BenchResult, constants: Constants | None, directory: Path) -> None:
+    """Measure and predict a step; without ``constants``, the workers measure the costs of their hosts."""
     name, settings = result.best_exact, result.settings
     assert name is not None  # `_check_timeline` made sure
     order, cluster = result.preparation.orders[name], result.cluster
@@ -85,6 +88,9 @@ def _draw_timeline(result: BenchResult, constants: Constants, directory: Path) -
         settings.launch.open(cluster) as launch,
         WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
     ):
+        if constants is None:
+            constants, told = measured_hosts(pool, settings.launch.kind, paced=True)
+            print(told)
         measured = measure_timeline(plan, workload, cluster, pool)
     compare_timelines(measured, plan, workload, cluster, directory, constants)
     print(f"{directory}: timeline.svg, timeline.png, trace.json, timelines.json of contender '{name}'")

@@ -21,7 +21,6 @@ from lightning_autosync.documents import as_yaml, held
 from lightning_autosync.errors import AutoSyncError, TuningError, UnwritableError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.interrupts import STATUS
-from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.timelines import measure_timeline
 from lightning_autosync.measure.workers import WorkerPool
@@ -188,5 +187,4 @@ def _trace(outcome: TuningOutcome, directory: Path) -> None:
         WorkerPool(job.cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
     ):
         measured = measure_timeline(plan, job.workload, job.cluster, pool)
-    constants = job_hosts(settings.launch_kind, settings.is_paced, settings.constants)
-    compare_timelines(measured, plan, job.workload, job.cluster, directory, constants)
+    compare_timelines(measured, plan, job.workload, job.cluster, directory, outcome.constants)

@@ -40,8 +40,8 @@ _SLACK = 2e-3
 _SMALLEST_WINDOW = 64 * 1024
 _MAX_PACING_RATE = 47
 """Linux's SO_MAX_PACING_RATE, which the ``socket`` module does not name."""
-_ROUND_TRIP_OFFSET = 68
-"""Byte offset of the smoothed round-trip time, in microseconds, in ``struct tcp_info``."""
+_ROUND_TRIP_OFFSET, _UNKNOWN_ROUND_TRIP = 148, 2**32 - 1
+"""Byte offset of the least round-trip time, in microseconds, in ``struct tcp_info``, and its value before the first."""
 
 
 def own_address() -> str:
@@ -296,15 +296,28 @@ def tune_connection(connection: socket.socket, rate: float | None, pace: float |
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_LIMIT)
-    round_trip = _round_trip(connection)
+    limit_queue(connection, rate)
+    if pace is not None and sys.platform == "linux":
+        connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", round(pace)))
+
+
+def limit_queue(connection: socket.socket, rate: float | None) -> None:
+    """Limit the send buffer to what the route holds, by the least round-trip time so far.
+
+    A connection that is opened while gradients travel waits in the queues of their links. Its round trips then seem up
+    to several hundred times as long as they are. After the first step the least one is that of an empty link.
+
+    Args:
+        connection: a connected TCP socket.
+        rate: bytes/s of the route; None changes nothing.
+    """
+    round_trip = None if rate is None else _least_round_trip(connection)
     if rate is not None and round_trip is not None:
         window = max(_SMALLEST_WINDOW, int(rate * (2 * round_trip + _SLACK)))
         # The kernel silently reduces a larger window to its limit, which would underuse the route. It then does better
         # with its own automatic size.
         if window <= _largest_buffer():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, window)
-    if pace is not None and sys.platform == "linux":
-        connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", round(pace)))
 
 
 def _largest_buffer() -> float:
@@ -315,11 +328,12 @@ def _largest_buffer() -> float:
         return math.inf
 
 
-def _round_trip(connection: socket.socket) -> float | None:
-    """The kernel's estimate of the round-trip time in seconds; None where the system does not report it."""
+def _least_round_trip(connection: socket.socket) -> float | None:
+    """The least round-trip time that the kernel has seen, in seconds; None where the system does not report it."""
     if not hasattr(socket, "TCP_INFO"):
         return None
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_OFFSET + 4)
     if len(info) < _ROUND_TRIP_OFFSET + 4:
         return None
-    return float(struct.unpack_from("=I", info, _ROUND_TRIP_OFFSET)[0]) * 1e-6
+    (found,) = struct.unpack_from("=I", info, _ROUND_TRIP_OFFSET)
+    return None if found == _UNKNOWN_ROUND_TRIP else float(found) * 1e-6

@@ -47,6 +47,8 @@ from lightning_autosync.plan.schedule import (
 )
 from lightning_autosync.ports import ADDRESSES
 
+_PIECE = 1 << 20
+"""Bytes of memory that are taken at once."""
 _ROUNDS = 2
 """Channels per message: each of PowerSGD's two rounds needs its own."""
 
@@ -234,12 +236,23 @@ class Resources:
             assert self._shared is not None
             buffer = self._shared.buffer(message.index, self._rank, dtype)
         else:
-            buffer = torch.zeros(message.numel + message.tail, dtype=dtype, device=device)
-        notes = self._note_count * self._world_size
-        if self.notes is None and _is_plain(message) and buffer.is_cpu and can_carry(dtype, notes):
-            return self._with_notes(message, parameters, buffer.new_zeros(buffer.numel() + notes), notes)
+            notes = self._note_count * self._world_size
+            carries = self.notes is None and _is_plain(message) and device.type == "cpu" and can_carry(dtype, notes)
+            buffer = self._zeros(message.numel + message.tail + notes * carries, dtype, device)
+            if carries:
+                return self._with_notes(message, parameters, buffer, notes)
         exchange = self._low_rank(message, buffer) if len(message.rounds) > 1 else self._round(message, 0, buffer)
         return DenseGradients(message, parameters, buffer, exchange, self._world_size, self._as_views)
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros [numel]; on CPUs the system provides the memory piece by piece, because 9 MB take 5 ms or more."""
+        if device.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=device)
+        memory = torch.empty(numel, dtype=dtype)
+        for part in memory.split(_PIECE // dtype.itemsize):
+            part.zero_()
+            self._rest()
+        return memory
 
     def _with_notes(
         self, message: Message, parameters: list[nn.Parameter], memory: Tensor, notes: int

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from lightning_autosync.engine.connections import over, tune_connection
+from lightning_autosync.engine.connections import limit_queue, over, tune_connection
 from lightning_autosync.errors import ExchangeError
 
 _HEADER = struct.Struct("<IIIIIQ")
@@ -28,6 +28,8 @@ _TURN = 512 * 1024
 """Bytes sent to one peer before the other peers get their turn."""
 _CLOSING_TIMEOUT = 5.0
 """Longest time in seconds that closing takes to send the last frames."""
+_TUNED_STEPS = 3
+"""First steps before each of which a connection's queue is limited, by the round trips of the steps before."""
 UP, DOWN, LEAVE = 0, 1, 2
 """Phases of a frame: towards the root, away from the root, and a rank's last frame, with its last complete step."""
 
@@ -80,10 +82,12 @@ class Peer(NamedTuple):
 class _Connection:
     """One connection, with an outbox sorted by urgency and the frame that is being received."""
 
-    def __init__(self, peer: Peer, connection: socket.socket) -> None:
+    def __init__(self, peer: Peer, connection: socket.socket, rate: float | None = None) -> None:
         self.peer = peer
         self.rank = peer.rank
         self.socket = connection
+        self.rate = rate
+        self.tuned = 1
         self.outbox: list[_Outgoing] = []
         self.outgoing: _Outgoing | None = None
         self.watching_writes = False
@@ -115,7 +119,8 @@ class Transport:
     ) -> None:
         self.bytes_sent = 0
         self._selector = selectors.DefaultSelector()
-        self._peers = {peer: _Connection(peer, connection) for peer, connection in sockets.items()}
+        known = rates or {}
+        self._peers = {peer: _Connection(peer, one, known.get(peer)) for peer, one in sockets.items()}
         self._receivers: dict[int, Receiver] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._unwritten: dict[Peer, _Connection] = {}
@@ -126,7 +131,7 @@ class Transport:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
-            tune_connection(peer.socket, (rates or {}).get(peer.peer), (paces or {}).get(peer.peer))
+            tune_connection(peer.socket, peer.rate, (paces or {}).get(peer.peer))
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
         self._thread.start()
@@ -163,6 +168,9 @@ class Transport:
         if peer not in self._peers:
             raise self._error or ExchangeError(f"{peer} has left")
         connection = self._peers[peer]
+        if connection.tuned < frame.step <= _TUNED_STEPS:
+            connection.tuned = frame.step
+            limit_queue(connection.socket, connection.rate)
         heapq.heappush(connection.outbox, ((*urgency, self._counter), [header, payload], sent))
         if not connection.watching_writes:
             self._unwritten[peer] = connection

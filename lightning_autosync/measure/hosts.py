@@ -6,8 +6,9 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.emulation.launch import BURST
 from lightning_autosync.measure.probe.constants import fit_constants
+from lightning_autosync.measure.probe.hosts import host_costs
 from lightning_autosync.measure.probe.job import probe_hosts
-from lightning_autosync.measure.session import Pool
+from lightning_autosync.measure.session import MeasurementSession, Pool
 from lightning_autosync.replay import Bound, Constants
 from lightning_autosync.replay import least_step as least_step_of_links
 from lightning_autosync.workload import Workload
@@ -62,6 +63,28 @@ def job_hosts(launch: str, paced: bool, path: str | None = None, cores: float | 
     else:
         known = Constants(cores=(cores or usable_cores()) if launch == "local" else None)
     return known.model_copy(update={"accelerated": paced})
+
+
+def measured_hosts(workers: MeasurementSession | Pool, launch: str, paced: bool) -> tuple[Constants, str]:
+    """Constants for the replay of a job whose workers are alive: they measure their hosts in 0.2 s, as jobs do.
+
+    Args:
+        workers: the workers; all of them measure at the same time.
+        launch, paced: as for `job_hosts`, from which the constants of links are.
+
+    Returns:
+        The constants, and a sentence for the user. They are those of `job_hosts` if a worker cannot measure.
+
+    Raises:
+        WorkerError: a worker failed.
+    """
+    usual = job_hosts(launch, paced)
+    found = Constants.from_dict(workers.run(host_costs)[0], source="costs of the hosts")
+    if found == Constants(cores=found.cores):
+        return usual, "predictions take default costs of hosts, because a worker could not measure its own"
+    known = found.model_copy(update={"burst": usual.burst, "accelerated": paced})
+    cost, default = (f"{1e6 * each.gradient_cost:.0f} us" for each in (known, usual))
+    return known, f"predictions take the hosts' costs, measured on the workers: {cost} a gradient (default: {default})"
 
 
 def least_step(workload: Workload, cluster: ClusterSpec) -> Bound:

@@ -222,11 +222,13 @@ def _view(run: TuningRun) -> PlanView | None:
 
 
 def _constants(run: TuningRun) -> Constants:
-    """The constants with which the run predicted, from its settings and the recorded number of cores.
+    """The constants with which the run predicted; in earlier versions, those of its settings and number of cores.
 
     Raises:
-        DocumentError: the run's file of constants no longer exists.
+        DocumentError: they are wrong, or the file of constants of an earlier version's run no longer exists.
     """
+    if run.result.constants is not None:
+        return Constants.from_dict(run.result.constants, source=f"{run.directory / RESULT}: constants")
     told = {**run.result.settings, "cores": run.result.environment.get("cores")}
     hosts = checked(_Hosts, told, str(run.directory / RESULT))
     launch = "torchrun" if hosts.within_job else hosts.launch.kind

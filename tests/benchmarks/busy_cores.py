@@ -4,13 +4,15 @@
 
 Takes 8 minutes. Two and four ranks behind one switch train a model with real computation; links are emulated, by
 default of 0.2, 1 and 8 Gbit/s. ``default`` is the plan of `AutoSyncStrategy(tuning="off")`; ``searched`` is the plan
-with which a job begins that tunes itself. A speedup is the best DDP's time divided by a plan's, the median of the
-rounds' ratios with its interval. The goal is a speedup of at least 0.98 everywhere.
+with which a job begins that tunes itself, predicted with the costs of these hosts. A speedup is the best DDP's time
+divided by a plan's, the median of the rounds' ratios with its interval. The goal is a speedup of at least 0.98
+everywhere.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +21,8 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import BenchSettings
-from lightning_autosync.measure.conditions import usable_cores
+from lightning_autosync.measure.hosts import measured_hosts
+from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.selection import rank_plans
@@ -35,21 +38,25 @@ SEARCH = 5.0
 MODEL = {"kind": "layers", "tensors": 60, "width": 192, "batch": 192}
 """30 residual linear layers, 4.5 MB."""
 DDP = {"bucket_cap_mb": ["default", 1, 100], "gradient_as_bucket_view": [True], "static_graph": [False, True]}
-CONTENDERS = {
+CONTENDERS: dict[str, dict[str, Any]] = {
     "default": {"builder": "lightning_autosync.strategy.choice:choose_plan", "known": True},
     "searched": {"builder": "tests.benchmarks.busy_cores:searched_plan"},
 }
 
 
-def searched_plan(workload: Workload, cluster: ClusterSpec) -> tuple[SyncPlan, str]:
-    """The plan with which a job begins whose links have been measured, and the predicted seconds."""
-    ranked = rank_plans(workload, cluster, constants=Constants(cores=usable_cores()), seconds=SEARCH)
+def searched_plan(workload: Workload, cluster: ClusterSpec, constants: dict[str, Any]) -> tuple[SyncPlan, str]:
+    """The plan with which a job begins whose links and hosts have been measured, and the predicted seconds."""
+    ranked = rank_plans(workload, cluster, constants=Constants.from_dict(constants), seconds=SEARCH)
     best, native = ranked[0], next(one for one in ranked if one.origin == NATIVE)
     first = best if native.seconds > LEAST_GAIN * best.seconds else native
     return first.plan, f"{first.origin}: {first.seconds:.3g} s, {native.seconds:.3g} s with a native all-reduce"
 
 
 def bench(ranks: int, gbit: float) -> BenchResult:
+    with WorkerPool(ranks) as pool:
+        constants, told = measured_hosts(pool, "local", paced=False)
+    print(told, flush=True)
+    searched = {**CONTENDERS["searched"], "constants": constants.to_dict()}
     cluster = ClusterSpec.uniform(nodes=ranks, bandwidth=gbit * GBIT, latency=50e-6, name=f"{gbit:g} Gbit/s")
     return run_bench(
         BenchSettings.parse(
@@ -58,7 +65,7 @@ def bench(ranks: int, gbit: float) -> BenchResult:
                 "launch": {"kind": "emulated"},
                 "model": MODEL,
                 "ddp": DDP,
-                "contenders": CONTENDERS,
+                "contenders": {**CONTENDERS, "searched": searched},
                 "warm_up": 5,
                 "rounds": 5,
                 "steps": 8,

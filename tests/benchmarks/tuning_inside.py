@@ -1,15 +1,16 @@
 """Jobs that tune themselves on emulated links, without a cluster file, beside well-tuned DDP; needs root.
 
-    python -m tests.benchmarks.tuning_inside [seconds=150] [steps=300] [out=FILE.jsonl] [CLUSTER:MODEL[@RATE] ...]
+    python -m tests.benchmarks.tuning_inside [seconds=150] [steps=300] [least=100] [out=FILE.jsonl] [PAIR ...]
 
-RATE is that of the cluster's fastest link. By default, a ring all-reduce takes `RING` seconds: the rate is chosen so,
-and where that would be above `FASTEST`, models are made smaller.
+PAIR is CLUSTER:MODEL[@RATE], and RATE is that of the cluster's fastest link. By default, a ring all-reduce takes `RING`
+seconds: the rate is chosen so, and where that would be above `FASTEST`, models are made smaller.
 
-First come short jobs of DDP with each of `DDP`'s settings, in two rounds. Then two jobs live on the same links at the
-same time: AutoSync's, and that of DDP's fastest settings. They take turns, each `SLICE` steps (A B B A), while the
-other one stands still between two steps. So changes of the machine's speed affect both alike. The jobs are shortened if
-the pair would take more than ``seconds``. AutoSync has gradients as views of buffers, as most of DDP's settings have.
-Each pair is a line of the file ``out``; the same command goes on with it. The table has, for each pair:
+First come short jobs of DDP with each of `DDP`'s settings, and second ones with the fastest. These are left out if the
+first ones took more than a third of ``seconds``, as on distant links. Then two jobs live on the same links at the same
+time: AutoSync's, and that of DDP's fastest settings. They take turns, each `SLICE` steps (A B B A), while the other one
+stands still between two steps. So changes of the machine's speed affect both alike. The jobs are shortened, to no less
+than ``least`` steps, if the pair would take more than ``seconds``. AutoSync has gradients as views of buffers, as most
+of DDP's settings have. Each pair is a line of the file ``out``; the same command goes on with it. The table has:
 
 - *DDP*: median of a step with DDP's fastest settings; *at the end*: that of AutoSync's steps with the plan that it has
   at the end; *speedup*: the median, over the slices with that plan, of DDP's median step divided by AutoSync's in the
@@ -86,16 +87,12 @@ OURS = {"cluster": "auto", "tuning": {"cache": None}, "gradient_as_bucket_view":
 RING = 0.12
 FASTEST = 200e6
 """Bytes/s of the fastest link, at most: two cores carry no more."""
-WARM_UP, SCREENED, ROUNDS = 2, 4, 2
-"""Steps of a short job of DDP that do not count and that count, and the rounds of such jobs."""
-SLICE = 10
-"""Steps of a turn."""
-LEAST = 100
-"""Steps of the jobs, at least."""
+WARM_UP, SCREENED, SLICE = 2, 4, 10
+"""Steps of a short job of DDP that do not count, and that count; steps of a turn."""
+NEAR = 1.15
+"""A setting has a second short job if its first one took at most this multiple of the fastest one's steps."""
 SLOW = 1.5
-_LEAST_COMPARED = 3
-"""Steps with the last plan in a slice that counts for the speedup, at least."""
-Report = dict[str, Any]
+_LEAST_COMPARED = 3  # steps with the last plan in a slice that counts for the speedup, at least
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Found:
         pair: ``CLUSTER:MODEL[@RATE]``.
         fastest: bytes/s of the fastest link.
         size: bytes of gradients.
-        screened: median steps of DDP by its settings, one for each round.
+        screened: median steps of DDP by its settings, one for each short job.
         ddp, ddp_steps: the fastest settings, and the steps of their job.
         steps, plans: AutoSync's, see `tuning_inside_calls.train`.
         cpu, ddp_cpu: CPU seconds of all ranks together, for each of these steps.
@@ -129,7 +126,7 @@ class Found:
     ddp_cpu: list[float]
     slice: int
     start: float
-    report: Report
+    report: dict[str, Any]
     load: list[float]
     took: dict[str, float]
 
@@ -319,17 +316,22 @@ def two_jobs(settings: dict[str, Any], timeout: float) -> Iterator[tuple[Job, Jo
                 job.close()
 
 
-def screen(ddp: Job) -> dict[str, list[float]]:
-    """Median steps of short jobs of DDP by its settings, which take turns."""
-    found: dict[str, list[float]] = {name: [] for name in DDP}
-    for number in range(ROUNDS):
-        for name in [*DDP] if number % 2 == 0 else [*DDP][::-1]:
-            steps = ddp.train("ddp", WARM_UP + SCREENED, DDP[name])[0]["steps"]
-            found[name].append(statistics.median(steps[WARM_UP:]))
+def screen(ddp: Job, seconds: float) -> dict[str, list[float]]:
+    """Median steps of short jobs of DDP by its settings; the fastest have a second one if there are ``seconds``."""
+
+    def median_step(name: str) -> float:
+        return statistics.median(ddp.train("ddp", WARM_UP + SCREENED, DDP[name])[0]["steps"][WARM_UP:])
+
+    begin = time.monotonic()
+    found = {name: [median_step(name)] for name in DDP}
+    if time.monotonic() - begin < seconds:
+        least = min(first for first, *_ in found.values())
+        for name in [name for name in reversed(DDP) if found[name][0] <= NEAR * least]:
+            found[name].append(median_step(name))
     return found
 
 
-def measure(pair: str, seconds: float, steps: int) -> Found:
+def measure(pair: str, seconds: float, steps: int, least: int) -> Found:
     """Run the jobs of a pair.
 
     Raises:
@@ -339,12 +341,12 @@ def measure(pair: str, seconds: float, steps: int) -> Found:
     # The threads end last: the end of the processes ends their jobs.
     with ThreadPoolExecutor(2) as threads, two_jobs(settings, 4 * seconds + 60) as (ddp, ours):
         clock.took("processes")
-        screened = screen(ddp)
+        screened = screen(ddp, seconds / 3)
         best = min(screened, key=lambda name: min(screened[name]))
         clock.took("all of DDP")
         # Links are measured and plans searched in some 15 s.
         left = (seconds - clock.seconds["all"] - 15) / 2
-        slices = min(steps, max(LEAST, int(left / min(screened[best])))) // SLICE
+        slices = min(steps, max(least, int(left / min(screened[best])))) // SLICE
         ddp.start(threads, "ddp", slices * SLICE, DDP[best], SLICE)
         ours.start(threads, "autosync", slices * SLICE, OURS, SLICE)
         clock.took("start")
@@ -389,9 +391,8 @@ class Clock:
 def table(found: Iterable[Found]) -> Table:
     """The table that the module's docstring explains."""
     made = Table(title="jobs that tune themselves, without a cluster file")
-    names = ("cluster:model", "fastest", "MB", "DDP", "of", "at the end", "speedup", "all steps")
-    rest = ("worst", "over the first plan", "trials", "trials cost", "start", "steps", "load")
-    for name in (*names, "CPU time, AutoSync / DDP", *rest):
+    names = "cluster:model,fastest,MB,DDP,of,at the end,speedup,all steps,CPU time AutoSync / DDP,worst,"
+    for name in f"{names}over the first plan,trials,trials cost,start,steps,load".split(","):
         made.add_column(name, justify="left" if name in ("cluster:model", "of") else "right")
     for one in found:
         speedup, slices = one.speedup
@@ -418,10 +419,9 @@ def table(found: Iterable[Found]) -> Table:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the pairs that the file lacks; returns the number of pairs that failed."""
-    given = {"seconds": "150", "steps": "300", "out": "tuning_inside.jsonl"}
-    named = [argument for argument in arguments if "=" in argument]
-    pairs = [argument for argument in arguments if argument not in named] or [*PAIRS]
-    for key, _, value in (argument.partition("=") for argument in named):
+    given = {"seconds": "150", "steps": "300", "least": "100", "out": "tuning_inside.jsonl"}
+    pairs = [argument for argument in arguments if "=" not in argument] or [*PAIRS]
+    for key, _, value in (argument.partition("=") for argument in arguments if "=" in argument):
         if key not in given:
             raise SystemExit(f"tuning_inside: '{key}': expected one of {', '.join(given)}\n\n{__doc__}")
         given[key] = value
@@ -430,12 +430,12 @@ def main(arguments: Sequence[str]) -> int:
     forked.fork_workers(enter_namespaces=True)
     console, failed = Console(width=None if sys.stdout.isatty() else 200), 0
     with alone(out := Path(given["out"])):
-        settings = {"seconds": float(given["seconds"]), "steps": int(given["steps"])}
+        settings = {name: int(given[name]) for name in ("seconds", "steps", "least")}
         file = RunFile(out, FORMAT, "jobs that tune themselves", settings, Found)
         for pair in [each for each in pairs if each not in file.runs]:
             try:
                 console.print(f"{pair} ...", markup=False, highlight=False)
-                file.append(found := measure(pair, settings["seconds"], int(settings["steps"])))
+                file.append(found := measure(pair, **settings))
             except AutoSyncError as error:
                 console.print(f"{pair}: {error}", markup=False, highlight=False)
                 failed += 1

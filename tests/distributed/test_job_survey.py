@@ -14,6 +14,7 @@ from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.hosts import measured_hosts
 from lightning_autosync.measure.probe.description import check_cluster
 from lightning_autosync.measure.probe.hosts import COSTS
 from lightning_autosync.measure.probe.table import link_rows
@@ -184,3 +185,11 @@ def test_an_uplink_with_half_of_its_described_rate_is_named_and_a_true_descripti
         for rack in ("rack0", "rack1")
         for way in (f"link {rack} > core", f"link core > {rack}")
     }
+
+
+def test_live_workers_measure_their_hosts(pool: WorkerPool) -> None:
+    found, told = measured_hosts(pool, "local", paced=False)
+    assert found.cores == usable_cores()
+    assert found.gradient_cost / found.frame_cost == pytest.approx(COSTS["gradient_cost"] / COSTS["frame_cost"])
+    assert 1e-7 < found.gradient_cost < 0.1
+    assert "measured on the workers" in told

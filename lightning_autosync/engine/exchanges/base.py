@@ -128,10 +128,11 @@ class CodedRange:
         return self._codec is not None
 
     def new_wire(self) -> Tensor:
-        """Uninitialized memory for another rank's contribution."""
+        """Memory for another rank's contribution."""
+        # Zeros make the system provide the memory now. Else the first step would wait for it, some 0.5 ms for a MiB.
         if self._codec is None:
-            return torch.empty_like(self.values)
-        return torch.empty(self._codec.size, dtype=torch.uint8, device=self.values.device)
+            return torch.zeros_like(self.values)
+        return torch.zeros(self._codec.size, dtype=torch.uint8, device=self.values.device)
 
     def encode(self, overwrite: bool = False) -> None:
         """Encode ``values`` into ``wire``.

@@ -138,7 +138,7 @@ class BenchSettings(ClusterSettings):
         steps: number of steps in one turn.
         timeout: maximum seconds of one turn.
         timeline: whether to draw a step of the fastest exact plan, measured beside predicted, after the table.
-        constants: file of the hosts' constants for the timeline, from a probe; None uses the defaults.
+        constants: file of the hosts' constants for the timeline, from a probe; None lets the workers measure them.
         ddp: settings of DDP, the opponents.
         contenders: other contenders by name.
     """

@@ -74,6 +74,11 @@ def host_constants() -> Constants:
     return _scaled(max(work) / REFERENCE, min(copy), min(add), cores)
 
 
+def host_costs() -> dict[str, Any]:
+    """What `host_constants` returns, as plain data; collective."""
+    return host_constants().to_dict()
+
+
 def _scaled(factor: float, copy: float, add: float, cores: float | None) -> Constants:
     """Constants of a host that takes ``factor`` times as long for small work as the known server."""
     usual = Constants()

@@ -15,6 +15,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.learned import Estimator
 from lightning_autosync.learned.dataset import Sample
+from lightning_autosync.learned.pretrained import PRETRAINED
 from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.bench import settings as bench
 from lightning_autosync.measure.bench.preparation import prepare
@@ -120,12 +121,14 @@ class PriorKnowledge:
         constants: constants of the hosts.
         studies: studies of other models and clusters.
         samples: measured steps of other models and clusters.
+        fitted: whether the estimator was fitted before, with constants of its own.
     """
 
     estimator: Estimator | None
     constants: Constants
     studies: Sequence[optuna.Study] = ()
     samples: Sequence[Sample] = ()
+    fitted: bool = False
 
     @classmethod
     def of(cls, job: TuningJob) -> PriorKnowledge:
@@ -141,4 +144,11 @@ class PriorKnowledge:
         if job.cluster.measured:
             seed = settings.search.seed or 0
             estimator = transfer.estimator or settings.simulator.for_job(job.workload, job.cluster, constants, seed)
-        return cls(estimator, constants, transfer.studies, transfer.samples)
+        fitted = transfer.estimator is not None or settings.simulator.kind == PRETRAINED
+        return cls(estimator, constants, transfer.studies, transfer.samples, fitted)
+
+    def with_constants(self, job: TuningJob, constants: Constants) -> PriorKnowledge:
+        """The same with other constants of the hosts; the estimator must not be fitted."""
+        seed = job.settings.search.seed or 0
+        estimator = job.settings.simulator.for_job(job.workload, job.cluster, constants, seed)
+        return replace(self, constants=constants, estimator=estimator)

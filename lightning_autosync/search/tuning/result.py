@@ -135,6 +135,7 @@ class TuningResult(Result):
         settings: settings of the run, as plain data.
         cluster, workload: documents, as plain data.
         semantics: highest level of semantics that plans could have.
+        constants: document of the hosts' constants by which plans were predicted; None in results of earlier versions.
         study: address of the study.
         best: best plan; None if no plan has a time.
         opponents: DDP and builders, measured before or during the search.
@@ -155,6 +156,7 @@ class TuningResult(Result):
     cluster: dict[str, Any]
     workload: dict[str, Any]
     semantics: str = "exact"
+    constants: dict[str, Any] | None = None
     study: StudyAddress | None = None
     best: Best | None = None
     opponents: OpponentRecords = OpponentRecords()

@@ -15,6 +15,7 @@ from lightning_autosync.errors import AutoSyncError, TuningError
 from lightning_autosync.interrupts import uninterrupted
 from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.measure.drift import DriftCorrection
+from lightning_autosync.measure.hosts import measured_hosts
 from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.measure.session import MeasurementSession, reason
@@ -59,11 +60,13 @@ class TuningOutcome:
         job: the tuned job.
         result: result of the run.
         storage: address of the study's storage, including any password.
+        constants: constants of the hosts, by which plans were predicted.
     """
 
     job: TuningJob
     result: TuningResult
     storage: str
+    constants: Constants
 
     @property
     def plan(self) -> SyncPlan | None:
@@ -114,6 +117,7 @@ class TuningRun:
         final, interrupted, failure = None, False, None
         with self._job.session() as session:
             self._job = self._with_times(session)
+            self._measure_hosts(session)
             trials = self._open(self._space())
             reference = ReferencePlan(session, self._job.plan_order, self._settings.trial.warm_up)
             opponents = Opponents(self._job, session, reference, trials.study, trials.own)
@@ -146,7 +150,7 @@ class TuningRun:
             )
         result = self._result(trials, opponents, final)
         ended = {"timing": timing, "interrupted": interrupted, "failure": failure}
-        return TuningOutcome(self._job, result.model_copy(update=ended), self._storage)
+        return TuningOutcome(self._job, result.model_copy(update=ended), self._storage, self._prior.constants)
 
     def _with_times(self, session: MeasurementSession) -> TuningJob:
         """The job with the times of its model: from the study if it has them, else measured now."""
@@ -158,6 +162,15 @@ class TuningRun:
                 return replace(self._job, workload=known)
         _log.info("measuring forward and backward passes")
         return self._job.profiled(session)
+
+    def _measure_hosts(self, session: MeasurementSession) -> None:
+        """Let predictions take the measured costs of hosts, unless the user or a fitted simulator has others."""
+        settings = self._settings
+        if settings.constants is not None or self._prior.fitted or not self._job.cluster.measured:
+            return
+        constants, told = measured_hosts(session, settings.launch_kind, settings.is_paced)
+        self._prior = self._prior.with_constants(self._job, constants)
+        _log.info("%s", told)
 
     def _space(self) -> Space:
         if self._settings.search.sampler == "horovod":
@@ -246,6 +259,7 @@ class TuningRun:
             cluster=job.cluster.to_dict(),
             workload={"bytes": job.workload.bytes, **job.workload.to_dict()},
             semantics=settings.semantics,
+            constants=self._prior.constants.to_dict(),
             study=StudyAddress(name=settings.study.name, storage=without_passwords_in(self._storage)),
             best=self._best(trials, final),
             opponents=OpponentRecords(

@@ -13,6 +13,8 @@ GIVE_UP = 1.5
 """A candidate is given up after two passes that take this multiple of the present plan's median."""
 EARLY = 8
 """Passes of each plan after which a clear difference decides."""
+CLEARLY_SLOWER, SOON = 1.1, 4
+"""A candidate that takes this multiple of the present plan's time may be given up after so many passes of each."""
 _CLEAR = 3.0
 """Standard errors of a clear difference."""
 _CONSISTENT = 1.4826
@@ -84,14 +86,19 @@ class Contest:
         usual = max(self._known, statistics.median(self._own or [0.0]))
         if candidate >= 2 and min(self._candidate) > GIVE_UP * usual:
             return False
-        if min(own, candidate) < min(EARLY, self._most):
+        fewer = min(own, candidate)
+        if fewer < min(SOON, self._most):
             return None
         ratio, error = self.ratio, self._error()
+        if ratio > CLEARLY_SLOWER + _CLEAR * error:
+            return False
+        if fewer < min(EARLY, self._most):
+            return None
         if ratio < 1 - LEAST_GAIN - _CLEAR * error:
             return True
         if ratio > 1 - LEAST_GAIN + _CLEAR * error:
             return False
-        if min(own, candidate) < self._until:
+        if fewer < self._until:
             return None
         if ratio < 1 - LEAST_GAIN - error:
             return True

@@ -10,20 +10,21 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from lightning_autosync.documents import counted
-from lightning_autosync.strategy.tuning.contest import Contest, candidates_turn
+from lightning_autosync.strategy.tuning.contest import CLEARLY_SLOWER, GIVE_UP, Contest, candidates_turn
 
 _LEAST_KNOWN = 4
 """Passes of the present plan before a candidate is tried, to know when to give it up."""
 LARGEST_RATIO = 1.1
 """Predicted time of a plan, relative to the present one, up to which it may be tried."""
-KIND_SPREAD, OWN_SPREAD = 0.1, 0.08
-"""Standard deviations of the logarithm of measured over predicted time, relative to the present plan: of the part that
-all plans of a kind have in common, before any was measured, and of each plan's own part."""
+KIND_ERROR, KIND_SPREAD, OWN_SPREAD = 0.08, 0.1, 0.08
+"""Of the logarithm of measured over predicted time, of other plans relative to native ones: mean and standard deviation
+of the part that all plans of a kind have in common, before any was measured, and standard deviation of each plan's own
+part. In six jobs of docs/measured.md that began with trees, the first part was 0.08 on average, from -0.08 to 0.18."""
 _LARGEST_ERROR = 3 * KIND_SPREAD
 """Largest error of a prediction that counts for other plans of its kind."""
-_CLEARLY_SLOWER, _CLEAR_LOSSES = 1.1, 2
-"""A plan that takes this multiple of the present plan's time is clearly slower. After so many of one kind, no other
-plan of that kind is tried: its predictions do not hold on these hosts."""
+_CLEAR_LOSSES = 2
+"""After so many clearly slower plans of one kind, no other plan of that kind is tried: its predictions do not hold on
+these hosts."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Candidate:
     Attributes:
         name: name for people, such as that of its builder.
         predicted: predicted seconds of a step.
-        always: whether it is tried whatever its prediction. DDP's plan is, so that no plan is kept that was measured to
-            be slower than it.
+        always: whether it is tried first, also if it is predicted to be slower. DDP's plan is, so that no plan is kept
+            that was measured to be slower than it. It is not tried where it would be given up soon: if `reprice` gave
+            it more than `GIVE_UP` times what the present plan takes.
         native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
             do those of all others.
     """
@@ -67,6 +69,8 @@ class Trial:
 class Tuner:
     """Tries candidates one after the other, each against the present plan, until no gain is expected.
 
+    The next one is that with the largest expected gain. What trials tell of one kind of plan counts for the others.
+
     The first candidate is the present plan at the beginning. All ranks give their tuner the same times, so all decide
     alike. Times may arrive some passes late: `record` takes them in the order in which `following` chose the plans.
     The caller opens a candidate while the present plan goes on (see `opening`), and then calls `opened` or `give_up`.
@@ -97,8 +101,8 @@ class Tuner:
         late: int = 0,
     ) -> None:
         self._candidates = list(candidates)
-        self._plans, self._priced = plans, priced
-        self._left = self._worth_considering()
+        self._plans, self._priced, self._repriced = plans, priced, False
+        self._left = self._eligible()
         self._warm_up, self._passes = warm_up, passes
         self._horizon = horizon
         self._awaited: deque[int | None] = deque([None] * late)
@@ -181,15 +185,13 @@ class Tuner:
         if predicted:
             known = zip(self._candidates, predicted, strict=True)
             self._candidates = [replace(each, predicted=seconds) for each, seconds in known]
-            self._left = self._worth_considering()
+            self._left, self._repriced = self._eligible(), True
         self._priced = True
 
-    def _worth_considering(self) -> list[int]:
-        """Candidates in the order in which they may be tried: those that always are, then the fastest first."""
+    def _eligible(self) -> list[int]:
+        """Candidates that may be tried."""
         most = LARGEST_RATIO * self._candidates[0].predicted
-        others = [n for n, each in enumerate(self._candidates) if n and (each.always or each.predicted < most)]
-        others.sort(key=lambda n: (not self._candidates[n].always, self._candidates[n].predicted))
-        return others
+        return [n for n, each in enumerate(self._candidates) if n and (each.always or each.predicted < most)]
 
     def give_up(self) -> None:
         """End the present trial without an outcome, because its plan cannot be opened."""
@@ -198,14 +200,15 @@ class Tuner:
 
     def _begin_contest(self) -> None:
         """Begin to try the next candidate, or finish."""
-        while self._left and self._tried < self._plans:
-            candidate = self._left.pop(0)
-            if self._is_worth_trying(candidate):
-                self._trying, self._turn, self._opened = candidate, 0, False
-                self._tried += 1
-                self._contest = Contest(self._passes, self._known)
-                return
-        if self._left:
+        candidate = max(self._left, key=self._worth, default=None)
+        worth = -math.inf if candidate is None else self._worth(candidate)
+        if candidate is not None and worth > 0 and self._tried < self._plans:
+            self._left.remove(candidate)
+            self._trying, self._turn, self._opened = candidate, 0, False
+            self._tried += 1
+            self._contest = Contest(self._passes, self._known)
+            return
+        if worth > 0:
             reason = f"tuning.plans allows {counted(self._plans, 'trial')}"
         elif len(self._candidates) - 1 > self._given_up:
             reason = "no other plan is expected to gain more than a trial costs"
@@ -220,7 +223,7 @@ class Tuner:
         self.trials.append(Trial(self._trying, self.present, accepted, contest.seconds, contest.passes))
         predicted = self._candidates[self._trying].predicted / self._candidates[self.present].predicted
         if sign := self._kind_sign(self._trying):
-            self._clear_losses[self._candidates[self._trying].native] += contest.ratio > _CLEARLY_SLOWER
+            self._clear_losses[self._candidates[self._trying].native] += contest.ratio > CLEARLY_SLOWER
             error = math.log(contest.ratio / predicted)
             # A single plan may be far worse than all others of its kind.
             self._kind_errors.append(sign * max(-_LARGEST_ERROR, min(error, _LARGEST_ERROR)))
@@ -229,21 +232,22 @@ class Tuner:
         self._known = [contest.seconds[accepted]] * min(self._passes, _LEAST_KNOWN)
         self._trying, self._contest = None, None
 
-    def _is_worth_trying(self, candidate: int) -> bool:
-        """Whether the expected gain over the passes to come is above the expected cost of a trial."""
+    def _worth(self, candidate: int) -> float:
+        """Expected gain over the passes to come minus the expected cost of a trial, in passes of the present plan."""
         if self._candidates[candidate].always:
-            return True
+            hopeless = self._repriced and self._candidates[candidate].predicted > GIVE_UP * self.usual_seconds
+            return -math.inf if hopeless else math.inf
         mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted)
         variance = OWN_SPREAD**2
         if sign := self._kind_sign(candidate):
             if self._clear_losses[self._candidates[candidate].native] >= _CLEAR_LOSSES:
-                return False
+                return -math.inf
             # What trials told of the difference between the two kinds: the mean and variance of a normal posterior.
             known = 1 / (KIND_SPREAD**-2 + len(self._kind_errors) / variance)
-            mean += sign * sum(self._kind_errors) / variance * known
+            mean += sign * (KIND_ERROR / KIND_SPREAD**2 + sum(self._kind_errors) / variance) * known
             variance += known
         gain, loss = _expectations(mean, math.sqrt(variance))
-        return gain * self._horizon > loss * self._passes
+        return gain * self._horizon - loss * self._passes
 
     def _kind_sign(self, candidate: int) -> int:
         """1 if the candidate is no native plan and the present one is, -1 if it is the other way round, else 0."""

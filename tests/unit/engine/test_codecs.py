@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from sweeps import examples
 
 from lightning_autosync.engine.codecs import encode_with_feedback, make_codec
+from lightning_autosync.engine.exchanges.base import CodedRange
 from lightning_autosync.plan import Compressor
 from lightning_autosync.plan.codecs import encoded_bytes
 from lightning_autosync.plan.codecs.powersgd import low_rank_layout
@@ -118,3 +122,13 @@ def test_low_rank_layout_sends_small_things_whole() -> None:
     factors, lengths = low_rank_layout([(64, 32), (10,), (2, 2), (8, 3, 3, 3)], rank=2)
     assert [factor.rank for factor in factors] == [2, 0, 0, 2]
     assert lengths == (64 * 2 + 10 + 4 + 8 * 2, 32 * 2 + 27 * 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts page faults as Linux does")
+@pytest.mark.parametrize("compressor", [Compressor(), COMPRESSORS["fp16"]], ids=["none", "fp16"])
+def test_memory_for_contributions_is_there_before_the_first_step(compressor: Compressor) -> None:
+    numel = 32 << 20  # so large that the allocator takes new memory
+    wire = CodedRange(torch.zeros(numel), 0, numel, numel, compressor, None).new_wire()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    wire.fill_(1)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 100

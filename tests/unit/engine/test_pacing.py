@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import cast
 
 import pytest
 from clusters import shared_nodes, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
-from lightning_autosync.engine.connections import tune_connection
+from lightning_autosync.engine.connections import limit_queue, tune_connection
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import (
     Compressor,
@@ -195,3 +197,23 @@ def test_the_kernel_holds_large_messages_back_and_lets_small_ones_pass(
             received += len(other.recv(size))
         # The first ten segments of a connection pass at once, on loopback of 64 KiB each.
         assert least < time.monotonic() - start < most
+
+
+class BusyConnection:
+    """A socket whose last round trips took 9 ms, and whose first one 20 us; it notes the options that are set."""
+
+    def __init__(self) -> None:
+        self.options: dict[int, int] = {}
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+        return (bytes(68) + struct.pack("=I", 9000) + bytes(76) + struct.pack("=I", 20))[:size]
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        self.options[option] = value
+
+
+def test_a_queue_holds_what_an_empty_link_carries() -> None:
+    connection = BusyConnection()
+    limit_queue(cast(socket.socket, connection), 1e8)
+    assert connection.options == {socket.SO_SNDBUF: 204_000}  # two round trips and 2 ms

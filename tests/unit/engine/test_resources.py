@@ -18,12 +18,12 @@ PAIR = ClusterSpec.uniform(2, name="pair")
 NAMES = ("a", "b", "c")
 
 
-def resources_of(dtype: torch.dtype = torch.float32, **options: Any) -> Resources:
+def resources_of(dtype: torch.dtype = torch.float32, numel: int = 100, **options: Any) -> Resources:
     """Resources for three parameters, each with a message of its own."""
     name = str(dtype).removeprefix("torch.")
-    workload = Workload(name="three", variables=tuple(Variable(name=one, shape=(100,), dtype=name) for one in NAMES))
+    workload = Workload(name="three", variables=tuple(Variable(name=one, shape=(numel,), dtype=name) for one in NAMES))
     schedule = compile_plan(builders.all_reduce(workload, PAIR, bucket_bytes=8, first_bucket_bytes=8), workload, PAIR)
-    parameters = {one: nn.Parameter(torch.ones(100, dtype=dtype)) for one in NAMES}
+    parameters = {one: nn.Parameter(torch.ones(numel, dtype=dtype)) for one in NAMES}
     with pretended_job(2, rank=1):
         return Resources(parameters, schedule, None, PAIR, 10.0, watched=True, **options)
 
@@ -33,6 +33,14 @@ def test_work_on_each_message_is_followed_by_a_rest() -> None:
     made = resources_of(rest=lambda: rests.append(1))
     assert len(made.gradients) == len(NAMES)
     assert len(rests) >= len(NAMES)
+
+
+@pytest.mark.parametrize("notes", [0, 5])
+def test_large_memory_is_taken_in_pieces_with_rests_between(notes: int) -> None:
+    rests = list[int]()
+    made = resources_of(numel=1 << 20, notes=notes, rest=lambda: rests.append(1))
+    assert len(rests) >= 4 * len(NAMES)  # 4 MiB each
+    assert all(not one._buffer.any() for one in made.gradients)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

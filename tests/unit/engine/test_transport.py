@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -81,6 +83,30 @@ def test_urgent_frames_overtake(pair: tuple[Transport, Transport]) -> None:
     pieces = [piece for piece, _ in inbox.frames]
     assert pieces.index(99) < 15
     assert [piece for piece in pieces if piece != 99] == list(range(30))
+
+
+def test_queues_are_limited_again_by_the_round_trips_of_the_first_steps() -> None:
+    """A connection that was opened beside other data has seen long round trips, and so got a large buffer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    sender, end = Transport({Peer(1): one}, rates={Peer(1): 1e6}), Transport({Peer(0): other})
+    with closing(sender), closing(end):
+        usual, sizes = _send_buffer(one), []
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * usual)
+        for step in range(1, 6):
+            inbox = Inbox(1)
+            end.register(0, inbox)
+            frame = Frame(0, step, 0, 0, UP, 4)
+            sender.submit(partial(sender.send, Peer(1), frame, memoryview(b"data"), (0.0,)))
+            assert inbox.full.wait(10)
+            sizes.append(_send_buffer(one))
+    assert sizes[0] > usual
+    assert sizes[1:] == [usual] * 4
+
+
+def _send_buffer(connection: socket.socket) -> int:
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 def test_a_channel_that_nobody_knows_breaks_the_transport(pair: tuple[Transport, Transport]) -> None:

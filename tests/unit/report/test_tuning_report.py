@@ -314,6 +314,12 @@ def test_the_page_predicts_with_the_hosts_of_the_search(
     assert (found.cores, found.burst, found.accelerated) == hosts
 
 
+def test_the_page_predicts_with_the_costs_that_workers_measured(changed: Changed) -> None:
+    costs = Constants(gradient_cost=1e-3, cores=3)
+    found = page_module._constants(TuningRun.load(changed(lambda data: data.update(constants=costs.to_dict()))))
+    assert found == costs
+
+
 def test_a_traced_step_is_predicted_with_the_hosts_of_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,8 +331,9 @@ def test_a_traced_step_is_predicted_with_the_hosts_of_the_search(
         update={"launch": SimpleNamespace(kind="ssh", open=lambda cluster: nullcontext())}
     )
     job = SimpleNamespace(settings=settings, cluster=ClusterSpec.uniform(2, bandwidth=1e8), workload=None)
-    tune_module._trace(cast(Any, SimpleNamespace(job=job, plan=object())), tmp_path)
-    assert [(found.cores, found.burst, found.accelerated) for found in seen] == [(None, 0.0, True)]
+    costs = Constants(gradient_cost=1e-3, cores=3)
+    tune_module._trace(cast(Any, SimpleNamespace(job=job, plan=object(), constants=costs)), tmp_path)
+    assert seen == [costs]
 
 
 @pytest.mark.slow

@@ -37,6 +37,12 @@ def test_a_much_slower_plan_is_given_up_after_two_passes() -> None:
     assert contest.passes[1] == 2
 
 
+def test_a_clearly_slower_plan_is_given_up_soon() -> None:
+    contest = run_contest(0.1, 0.12)
+    assert contest.accepted is False
+    assert max(contest.passes) <= 6
+
+
 @pytest.mark.parametrize("ratio", [1.0, 0.995, 1.2])
 def test_a_plan_that_gains_nothing_is_not_accepted(ratio: float) -> None:
     assert run_contest(0.1, 0.1 * ratio).accepted is False

@@ -276,3 +276,43 @@ def test_trials_correct_the_predictions_of_plans_of_their_kind_only() -> None:
     assert 5 in tried
     assert tuner.present == 5
     assert not math.isnan(tuner.usual_seconds)
+
+
+def native_and_trees(native: float, trees: float) -> Tuner:
+    """A native plan is present; two of trees and one native plan may be tried."""
+    others = [Candidate("trees", trees), Candidate("other trees", trees), Candidate("native", native, native=True)]
+    return Tuner([Candidate("present", 1.0, native=True), *others], warm_up=1, passes=8)
+
+
+@pytest.mark.parametrize(
+    ("native", "trees", "first"), [(0.94, 0.93, 3), (0.97, 0.96, 3), (0.97, 0.75, 1), (1.05, 0.85, 1)]
+)
+def test_plans_like_the_present_one_come_first_unless_others_promise_clearly_more(
+    native: float, trees: float, first: int
+) -> None:
+    """Trees take longer than predicted, relative to native plans. So near predictions speak for the native plan."""
+    tuner = native_and_trees(native, trees)
+    drive(tuner, [1.0] * 4, 60)
+    assert tuner.trials[0].candidate == first
+
+
+def test_the_order_of_trials_follows_what_trials_have_told() -> None:
+    tuner = native_and_trees(native=0.98, trees=0.85)
+    drive(tuner, [1.0, 1.09, 1.09, 0.98], 100)
+    assert [trial.candidate for trial in tuner.trials] == [1, 3, 2]
+
+
+@pytest.mark.parametrize(("predicted", "tried"), [(1.4, [2, 1]), (1.6, [1])])
+def test_ddps_plan_is_not_tried_where_it_would_be_given_up_soon(predicted: float, tried: list[int]) -> None:
+    """Its predicted time counts beside the measured time of the present plan, which is twice the predicted one."""
+    candidates = [Candidate("present", 0.5), Candidate("trees", 0.49), Candidate("ddp", 0.5, True, True)]
+    tuner = Tuner(candidates, warm_up=1, passes=8, priced=False)
+    tuner.reprice([0.5, 0.49, predicted])
+    drive(tuner, [1.0, 1.0, 1.4], 100)
+    assert [trial.candidate for trial in tuner.trials] == tried
+
+
+def test_ddps_plan_is_tried_against_that_of_an_earlier_job_which_took_longer() -> None:
+    tuner = Tuner([Candidate("remembered", 2.0), Candidate("ddp", 2.0, True, True)], warm_up=1, passes=8)
+    drive(tuner, [1.0, 0.9], 100)
+    assert tuner.present == 1
