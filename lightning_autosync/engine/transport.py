@@ -103,14 +103,14 @@ class Transport:
 
     Args:
         sockets: connected stream sockets by peer; the transport owns them from now on.
-        rates: bytes/s of the route to each peer, where known (see `tune_connection`).
+        rates: bytes/s of the route to each peer and of the route back, where known (see `tune_connection`).
         paces: limits on the payload bytes/s sent to a peer (see `pacing_rates`); peers without a limit are left out.
     """
 
     def __init__(
         self,
         sockets: Mapping[Peer, socket.socket],
-        rates: Mapping[Peer, float] | None = None,
+        rates: Mapping[Peer, tuple[float, float]] | None = None,
         paces: Mapping[Peer, float] | None = None,
     ) -> None:
         self.bytes_sent = 0
