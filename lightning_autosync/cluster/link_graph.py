@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
@@ -41,6 +42,21 @@ class Channel:
     def name(self) -> str:
         """The channel in reports and files: "source > target"."""
         return f"{self.source} > {self.target}"
+
+
+class LinkTree(NamedTuple):
+    """Links that form a tree, in which routes need no search. The reverse of a channel is its index ^ 1.
+
+    Attributes:
+        ends: [ranks] place (node, switch or device) of each rank.
+        above, channel_up, depth: [places] parent, channel to the parent and number of channels to the root; -1, -1 and
+            0 at the root.
+    """
+
+    ends: NDArray[numpy.int32]
+    above: NDArray[numpy.int32]
+    channel_up: NDArray[numpy.int32]
+    depth: NDArray[numpy.int32]
 
 
 class LinkGraph:
@@ -111,6 +127,15 @@ class LinkGraph:
         """Whether the links form a tree, so that there is only one way between any two places."""
         return len(self.places) == len(self.channels) // 2 + 1
 
+    def channels_over(self, interface: int) -> list[int]:
+        """Indices of the channels over which connections over an interface may run."""
+        links = self.spec.links
+        return [
+            index
+            for index in range(len(self.channels))
+            if index // 2 >= len(links) or self.spec.carries(interface, links[index // 2])
+        ]
+
     def route(self, i: int, j: int, interface: int = 0) -> tuple[int, ...]:
         """Indices of the channels from rank ``i`` to rank ``j``, in order; empty if they are the same.
 
@@ -162,6 +187,8 @@ class LinkGraph:
 
     def _find_route(self, i: int, j: int, interface: int) -> tuple[int, ...]:
         source, target = self.ends[i], self.ends[j]
+        if (tree := self.trees[interface]) is not None:
+            return _climb(tree, i, j)
         if (interface, source) not in self._paths:
             self._paths[interface, source] = self._paths_from(source, interface)
         path = self._paths[interface, source][target]
@@ -169,6 +196,31 @@ class LinkGraph:
             return path
         back = tuple(channel ^ 1 for channel in reversed(self.route(j, i, interface)))
         return back if self._bottleneck(back) == self._bottleneck(path) else path
+
+    @cached_property
+    def trees(self) -> list[LinkTree | None]:
+        """For each interface, the links that ranks reach over it; None if they do not form a tree."""
+        return [self._tree(interface) for interface in range(self.spec.interface_count)]
+
+    def _tree(self, interface: int) -> LinkTree | None:
+        around: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        for index in self.channels_over(interface):
+            around[self.channels[index].source].append((self.channels[index].target, index))
+        reached, channels = [self.ends[0]], 0
+        place, above, channel_up, depth = {self.ends[0]: 0}, [-1], [-1], [0]
+        for here in reached:
+            channels += len(around[here])
+            for there, index in around[here]:
+                if there not in place:
+                    place[there] = len(reached)
+                    reached.append(there)
+                    above.append(place[here])
+                    channel_up.append(index ^ 1)
+                    depth.append(depth[place[here]] + 1)
+        if channels != 2 * (len(reached) - 1):
+            return None
+        ends = [place[end] for end in self.ends]
+        return LinkTree(*(numpy.array(each, dtype=numpy.int32) for each in (ends, above, channel_up, depth)))
 
     def _paths_from(self, source: str, interface: int) -> dict[str, tuple[int, ...]]:
         """The widest among the shortest paths to every place; ties are broken by lower channel indices."""
@@ -195,10 +247,9 @@ class LinkGraph:
         for interface, graph in enumerate(graphs):
             graph.add_nodes_from(self.places)
             graph.add_nodes_from(self.ends)
-            for index, channel in enumerate(self.channels):
-                link = index // 2
-                if link >= len(self.spec.links) or self.spec.carries(interface, self.spec.links[link]):
-                    graph.add_edge(channel.source, channel.target, weight=self._length(index), channel=index)
+            for index in self.channels_over(interface):
+                channel = self.channels[index]
+                graph.add_edge(channel.source, channel.target, weight=self._length(index), channel=index)
         return graphs
 
     def _length(self, index: int) -> int:
@@ -212,6 +263,21 @@ class LinkGraph:
     def _bottleneck(self, path: tuple[int, ...]) -> float:
         rates = [self.channels[index].bandwidth for index in path]
         return min((rate for rate in rates if rate is not None), default=math.inf)
+
+
+def _climb(tree: LinkTree, i: int, j: int) -> tuple[int, ...]:
+    """The channels from rank ``i`` to rank ``j``: up from both ends until they meet."""
+    one, other = int(tree.ends[i]), int(tree.ends[j])
+    front: list[int] = []
+    back: list[int] = []
+    while one != other:
+        if tree.depth[one] >= tree.depth[other]:
+            front.append(int(tree.channel_up[one]))
+            one = int(tree.above[one])
+        else:
+            back.append(int(tree.channel_up[other]) ^ 1)
+            other = int(tree.above[other])
+    return (*front, *reversed(back))
 
 
 def _channels(spec: ClusterSpec) -> list[Channel]:

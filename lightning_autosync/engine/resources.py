@@ -170,7 +170,10 @@ class Resources:
         else:
             self._rest()
             links, rank = LinkGraph(cluster), self._rank
-            rates = {peer: links.bandwidth(rank, *peer) for peer in sockets}
+            rates = {
+                peer: (links.bandwidth(rank, *peer), links.bandwidth(peer.rank, rank, peer.interface))
+                for peer in sockets
+            }
             paces = {
                 Peer(other, interface): pace
                 for interface in schedule.interfaces

@@ -82,11 +82,11 @@ class Peer(NamedTuple):
 class _Connection:
     """One connection, with an outbox sorted by urgency and the frame that is being received."""
 
-    def __init__(self, peer: Peer, connection: socket.socket, rate: float | None = None) -> None:
+    def __init__(self, peer: Peer, connection: socket.socket, rates: tuple[float, float] | None = None) -> None:
         self.peer = peer
         self.rank = peer.rank
         self.socket = connection
-        self.rate = rate
+        self.rates = rates
         self.tuned = 1
         self.outbox: list[_Outgoing] = []
         self.outgoing: _Outgoing | None = None
@@ -107,14 +107,14 @@ class Transport:
 
     Args:
         sockets: connected stream sockets by peer; the transport owns them from now on.
-        rates: bytes/s of the route to each peer, where known (see `tune_connection`).
+        rates: bytes/s of the route to each peer and of the route back, where known (see `tune_connection`).
         paces: limits on the payload bytes/s sent to a peer (see `pacing_rates`); peers without a limit are left out.
     """
 
     def __init__(
         self,
         sockets: Mapping[Peer, socket.socket],
-        rates: Mapping[Peer, float] | None = None,
+        rates: Mapping[Peer, tuple[float, float]] | None = None,
         paces: Mapping[Peer, float] | None = None,
     ) -> None:
         self.bytes_sent = 0
@@ -131,7 +131,7 @@ class Transport:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
-            tune_connection(peer.socket, peer.rate, (paces or {}).get(peer.peer))
+            tune_connection(peer.socket, peer.rates, (paces or {}).get(peer.peer))
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
         self._thread.start()
@@ -170,7 +170,7 @@ class Transport:
         connection = self._peers[peer]
         if connection.tuned < frame.step <= _TUNED_STEPS:
             connection.tuned = frame.step
-            limit_queue(connection.socket, connection.rate)
+            limit_queue(connection.socket, connection.rates)
         heapq.heappush(connection.outbox, ((*urgency, self._counter), [header, payload], sent))
         if not connection.watching_writes:
             self._unwritten[peer] = connection

@@ -84,7 +84,6 @@ class NetworkArrays:
             numpy.zeros(0, dtype=numpy.int32),
             numpy.zeros(0),
         )
-        self._forest = _parents(self.link_graph)
 
     def channel_names(self) -> tuple[str, ...]:
         """A name for each channel: ``a > b`` for links, then the hosts and the shared cores."""
@@ -95,61 +94,35 @@ class NetworkArrays:
     def find_routes(self, pairs: Indices) -> None:
         """Compute the missing routes of ``pairs`` [count], distinct numbers of connections."""
         known = self.routes
-        pairs = pairs[known.between.reshape(-1)[pairs] < 0]
+        pairs = numpy.sort(pairs[known.between.reshape(-1)[pairs] < 0])
         if not len(pairs):
             return
-        rows, targets = numpy.divmod(pairs, self.ranks)
-        interfaces, sources = numpy.divmod(rows, self.ranks)
-        if self._forest is None:
-            ways = zip(sources.tolist(), targets.tolist(), interfaces.tolist(), strict=True)
-            routes = [self.link_graph.route(*way) for way in ways]
-            counts = numpy.array([len(route) for route in routes])
-            hops = numpy.fromiter((channel for route in routes for channel in route), dtype=numpy.int32)
-        else:
-            ends, above, channel_up, depth = self._forest
-            places = ends[sources], ends[targets]
-            counts = _lengths(*places, above, depth)
-            hops = _walk(*places, above, channel_up, depth, counts)
+        edges = numpy.searchsorted(pairs, self.ranks**2 * numpy.arange(1, len(known.between) // self.ranks))
+        found = [self._routes_over(interface, part) for interface, part in enumerate(numpy.split(pairs, edges))]
+        counts, hops = (numpy.concatenate(each) for each in zip(*found, strict=True))
         known.between.reshape(-1)[pairs] = len(known.latencies) + numpy.arange(len(pairs))
-        edges = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int32)
+        ends = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int32)
         channel_latencies = numpy.array([channel.latency for channel in self.link_graph.channels])
         running = numpy.concatenate([[0.0], numpy.cumsum(channel_latencies[hops])])
         self.routes = Routes(
             known.between,
-            numpy.concatenate([known.starts, known.starts[-1] + edges[1:]]),
+            numpy.concatenate([known.starts, known.starts[-1] + ends[1:]]),
             numpy.concatenate([known.hops, hops]),
-            numpy.concatenate([known.latencies, running[edges[1:]] - running[edges[:-1]]]),
+            numpy.concatenate([known.latencies, running[ends[1:]] - running[ends[:-1]]]),
         )
 
-
-def _parents(link_graph: LinkGraph) -> tuple[Integers, Integers, Integers, Integers] | None:
-    """The links as a tree, in which routes need no search; None if they do not form one.
-
-    Returns four arrays: [ranks] the place (node or switch) of each rank, and [places] the parent, the channel to the
-    parent and the depth of each place. The reverse of a channel is its index with the lowest bit flipped.
-    """
-    place: dict[str, int] = {}
-    around: list[list[tuple[int, int]]] = []
-    for index, channel in enumerate(link_graph.channels):
-        for end in (channel.source, channel.target):
-            if end not in place:
-                place[end] = len(place)
-                around.append([])
-        around[place[channel.source]].append((place[channel.target], index))
-    if not place or len(link_graph.channels) != 2 * (len(place) - 1):
-        return None
-    above, channel_up, depth = (numpy.full(len(place), -1, dtype=numpy.int32) for _ in range(3))
-    depth[0] = 0
-    reached = [0]
-    for here in reached:
-        for there, index in around[here]:
-            if depth[there] < 0:
-                above[there], channel_up[there], depth[there] = here, index ^ 1, depth[here] + 1
-                reached.append(there)
-    spec = link_graph.spec
-    names = [spec.nodes[index] for index in spec.rank_nodes]
-    ends = [place[f"rank {rank}" if node.devices > 1 else node.name] for rank, node in enumerate(names)]
-    return numpy.array(ends, dtype=numpy.int32), above, channel_up, depth
+    def _routes_over(self, interface: int, pairs: Indices) -> tuple[Indices, Integers]:
+        """The numbers of channels of the routes of ``pairs`` over one interface, and the channels of all of them."""
+        rows, targets = numpy.divmod(pairs, self.ranks)
+        sources, tree = rows - interface * self.ranks, self.link_graph.trees[interface]
+        if tree is not None:
+            places = tree.ends[sources], tree.ends[targets]
+            counts = _lengths(*places, tree.above, tree.depth)
+            return counts, _walk(*places, tree.above, tree.channel_up, tree.depth, counts)
+        ways = zip(sources.tolist(), targets.tolist(), strict=True)
+        routes = [self.link_graph.route(source, target, interface) for source, target in ways]
+        hops = numpy.fromiter((channel for route in routes for channel in route), dtype=numpy.int32)
+        return numpy.array([len(route) for route in routes], dtype=numpy.int64), hops
 
 
 @compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,17 @@ def test_routes_leave_and_enter_nodes_by_their_interface(trunk: float | None) ->
             names = [link_graph.channels[channel].name for channel in link_graph.route(i, j, interface)]
             assert names == [f"n{i} > s{interface}", f"s{interface} > n{j}"]
             assert link_graph.bandwidth(i, j, interface) == (1 + interface) * MB
+
+
+@pytest.mark.parametrize("trunk", [None, 1e9])
+def test_links_that_form_a_tree_over_each_interface_need_no_search(trunk: float | None) -> None:
+    spec = two_interfaces([MB] * 3, [2 * MB] * 3, trunk=trunk)
+    link_graph, searching = LinkGraph(spec), LinkGraph(spec)
+    searching.__dict__["trees"] = [None, None]
+    ways = list(itertools.product(range(3), range(3), range(2)))
+    with mock.patch.object(LinkGraph, "_paths_from", side_effect=AssertionError("searched")):
+        found = [link_graph.route(*way) for way in ways]
+    assert found == [searching.route(*way) for way in ways]
 
 
 def test_both_interfaces_carry_packed_trees_up_to_the_bound() -> None:

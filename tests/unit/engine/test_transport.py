@@ -49,7 +49,7 @@ def pair() -> Iterator[tuple[Transport, Transport]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    transports = Transport({Peer(1): one}), Transport({Peer(0): other}, rates={Peer(0): 1e9})
+    transports = Transport({Peer(1): one}), Transport({Peer(0): other}, rates={Peer(0): (1e9, 1e9)})
     yield transports
     for transport in transports:
         transport.close()

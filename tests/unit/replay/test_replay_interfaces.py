@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 from clusters import two_interfaces
 from replay_cases import ELEMENTS, IDEAL, RATE, schedule, workload
@@ -11,6 +12,7 @@ from replay_cases import ELEMENTS, IDEAL, RATE, schedule, workload
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_time
 from lightning_autosync.plan import Tree, TreeTransfer, builders, compile_plan
 from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.replay.network import NetworkArrays
 from lightning_autosync.workload import Variable, Workload
 
 DETAILS = ["frames", "fluid"]
@@ -23,6 +25,17 @@ def halves(cluster: ClusterSpec, interfaces: tuple[int, int], detail: Any) -> fl
     trees = [Tree((-1, 0), interface) for interface in interfaces]
     made = schedule(2, [TreeTransfer(0, ELEMENTS, tree, tree, pieces) for tree in trees])
     return Replay(workload(2), cluster, IDEAL).predict(made, detail).step_time
+
+
+@pytest.mark.parametrize("trunk", [None, RATE])
+def test_routes_over_each_interface_are_those_of_the_link_graph(trunk: float | None) -> None:
+    network = NetworkArrays(two_interfaces([RATE] * 3, [2 * RATE] * 3, trunk=trunk), IDEAL)
+    network.find_routes(numpy.arange(network.pairs)[::-1])
+    known = network.routes
+    for (row, target), route in numpy.ndenumerate(known.between):
+        interface, source = divmod(row, network.ranks)
+        hops = known.hops[known.starts[route] : known.starts[route + 1]]
+        assert tuple(hops.tolist()) == network.link_graph.route(source, target, interface)
 
 
 @pytest.mark.parametrize("detail", DETAILS)
