@@ -51,6 +51,7 @@ _LAUNCHERS = [
     "lightning_autosync.measure.workers.process",
     "lightning.fabric.strategies.launchers.subprocess_script",
     "lightning.pytorch.strategies.launchers.subprocess_script",
+    "lightning_autosync.strategy.tuning.predictor",
 ]
 """Modules that start commands of this interpreter."""
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
@@ -75,7 +76,8 @@ class Popen(subprocess.Popen[Any]):
         pipes = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = [_Stream(own if pipe == -1 else pipe) for own, pipe in enumerate(pipes)]
         environment = dict(os.environ if given["env"] is None else given["env"])
-        order = (command[1:], given["cwd"], environment, given["start_new_session"], streams, namespace)
+        words = command[2:] if command[1] == "-I" else command[1:]  # forks see the paths of tests all the same
+        order = (words, given["cwd"], environment, given["start_new_session"], streams, namespace, os.getpid())
         self._fork = popen_forkserver.Popen(context().Process(target=_main, args=order))
         self.pid = self._fork.pid
         self._child_created = True
@@ -178,6 +180,7 @@ def _main(
     new_session: bool,
     streams: Sequence[int],
     namespace: str,
+    parent: int,
 ) -> None:
     """Do in this process what a new interpreter does with ``words``."""
     if new_session:
@@ -193,6 +196,7 @@ def _main(
     if directory is not None:
         os.chdir(directory)
     _keep_server()
+    _follow(parent)
     fork_workers()
     try:
         _run(words)
@@ -203,6 +207,12 @@ def _main(
 def _keep_server() -> None:
     """The server is no child of this process, which therefore cannot ask whether it runs."""
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+
+
+def _follow(parent: int) -> None:
+    """Name as the parent of this process the one that ordered it, as long as that lives, and not the server."""
+    own, known = os.getpid(), os.getppid
+    os.getppid = lambda: parent if os.getpid() == own and os.path.exists(f"/proc/{parent}") else known()
 
 
 def _split(command: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import forked
 import interface_calls
 import pytest
 from clusters import two_interfaces
@@ -84,8 +85,9 @@ def test_an_address_of_another_host_is_refused_with_its_interface(pool) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
-def test_both_emulated_interfaces_carry_their_tree() -> None:
+def test_both_emulated_interfaces_carry_their_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: the chain 0 - 1 - 2 carries half of the data each way, over the first interface or the second."""
+    monkeypatch.setattr(forked.Popen, "enters_namespaces", True)
     half = 4 * (interface_calls.ELEMENTS // 2)
     cluster = two_interfaces([2.5e7] * 3, [2.5e7] * 3)
     with (

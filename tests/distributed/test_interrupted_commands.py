@@ -130,7 +130,7 @@ def _lines() -> list[object]:
     [
         ("bench", 0.3),
         pytest.param("tune", 4.0, marks=pytest.mark.slow),
-        pytest.param("emulated", 5.0, marks=NEEDS_ROOT),
+        pytest.param("emulated", 5.0, marks=[*NEEDS_ROOT, pytest.mark.slow]),
     ],
 )
 def test_a_ctrl_c_at_some_moment(line, after, tmp_path, mark):

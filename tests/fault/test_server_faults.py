@@ -45,10 +45,11 @@ def check_survivors(found: dict[int, Any], workers: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "consistency"), [("kill", RELAXED[0]), pytest.param("stop", RELAXED[1], marks=pytest.mark.slow)]
+    ("how", "consistency", "seconds"),
+    [("kill", RELAXED[0], 6.0), pytest.param("stop", RELAXED[1], 12.0, marks=pytest.mark.slow)],
 )
-def test_the_others_go_on_without_a_lost_worker(how: str, consistency: dict[str, Any]) -> None:
-    with crew_for(plan_on([0, 4], 1, consistency), seconds=12.0) as crew:
+def test_the_others_go_on_without_a_lost_worker(how: str, consistency: dict[str, Any], seconds: float) -> None:
+    with crew_for(plan_on([0, 4], 1, consistency), seconds) as crew:
         crew.wait_for("steps3", 5)
         getattr(crew, how)(3)
         before = crew._store.add("steps0", 0)

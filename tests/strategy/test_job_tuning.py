@@ -132,7 +132,7 @@ def test_a_job_does_without_interfaces_that_have_no_address(duo, options: dict[s
         )
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": "step"}], ids=str)
+@pytest.mark.parametrize("options", sweep([{}, {"overlap": "step"}], [{"overlap": "step"}]), ids=str)
 def test_fabric_equals_ddp_with_many_switches(duo, options: dict[str, Any]) -> None:
     for found in duo.run(tuning_jobs.fabric, **options):
         assert found["distance"] < 1e-5

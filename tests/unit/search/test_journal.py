@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
@@ -137,7 +138,7 @@ def test_turns_are_taken_where_the_kernel_keeps_no_locks(path, monkeypatch):
 
 def test_no_line_is_lost_among_several_processes(path):
     lines = [[sys.executable, "-c", _WRITER, str(path), name] for name in "abc"]
-    writers = [subprocess.Popen(line) for line in lines]
+    writers = [forked.Popen(line) for line in lines]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     found = list(Journal(str(path)).read_logs(0))
     for name in "abc":

@@ -80,6 +80,7 @@ def test_it_finds_and_predicts_what_this_process_would(shared: Predictor) -> Non
     assert predicted(shared) == [replay.predict(compile_plan(plan, WORKLOAD, PAIR)).step_time for plan in PLANS]
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_one_process_without_torch_and_sockets_serves_all_orders(own: Predictor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
@@ -138,6 +139,7 @@ def test_a_late_reply_is_not_taken_for_that_of_the_next_order(own: Predictor) ->
     assert len(predicted(own)) == len(PLANS)
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_without_numba_it_says_what_is_missing(own: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PROGRAM", f"import sys; sys.modules['numba'] = None; {module._PROGRAM}")
     with pytest.raises(MissingPackageError, match="numba"):
