@@ -34,12 +34,37 @@ def data(dtype: torch.dtype) -> TensorDataset:
     return TensorDataset(inputs.to(dtype), labels)
 
 
+class Delay(torch.autograd.Function):
+    """Passes values on. On a device, work on its stream ends a few milliseconds later than the host has issued it.
+
+    What does not wait for the stream then reads values of the last step.
+    """
+
+    CYCLES = 10_000_000
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        Delay.wait(value)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Delay.wait(gradients[0])
+        return gradients[0].clone()
+
+    @classmethod
+    def wait(cls, value: Tensor) -> None:
+        if value.is_cuda:
+            torch.cuda._sleep(cls.CYCLES)  # type: ignore[no-untyped-call]
+
+
 class Learner(LightningModule):
     """A small network.
 
     Args:
         kind: ``plain``; ``normed``: with running statistics; ``unused``: ranks leave out a layer in turn; ``thawed``: a
-            layer trains from the third step on; ``poisoned``: rank 1's third loss is infinite.
+            layer trains from the third step on; ``poisoned``: rank 1's third loss is infinite; ``delayed``: the device
+            is slower than the host.
         momentum: of SGD.
     """
 
@@ -54,6 +79,7 @@ class Learner(LightningModule):
 
     def forward(self, inputs: Tensor, leaves_out: bool = False) -> Tensor:
         features = torch.tanh(self.norm(self.body(inputs)))
+        features = Delay.apply(features) if self.kind == "delayed" else features
         return self.head(features if leaves_out else features + torch.tanh(self.extra(features)))
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cuda_trainer_calls import CLASSES, FEATURES, data, weights
+from cuda_trainer_calls import CLASSES, FEATURES, Delay, data, weights
 from hybrid.models import MODELS, loss_of, make_batch
 from hybrid.plans import draw_plan
 from lightning.fabric import Fabric
@@ -18,6 +21,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from training import Net, batches, distance
 
@@ -134,6 +138,94 @@ def _allocated(device: str) -> int:
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
+
+
+class Deep(nn.Module):
+    """Layers whose gradients come one after another, each a while after the host has issued its computation.
+
+    Args:
+        reentrant: whether blocks run under reentrant checkpointing, within passes of their own.
+    """
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = (
+                checkpoint(partial(_block, layer), value, use_reentrant=True)
+                if self.reentrant
+                else _block(layer, value)
+            )
+        return value
+
+
+def _block(layer: nn.Module, value: Tensor) -> Tensor:
+    return Delay.apply(torch.tanh(layer(value)))
+
+
+def delayed(device: str, plans: dict[str, list[Any]], reentrant: bool = False, side: bool = False) -> dict[str, float]:
+    """For each plan, how far training on a device that is slower than the host ends from DDP's mean on the CPU.
+
+    Args:
+        side: whether all work of the user is on another stream than the default one.
+    """
+    torch.manual_seed(0)
+    start, rank, size = Deep(reentrant).double(), dist.get_rank(), dist.get_world_size()
+    inputs = torch.randn(6, size, 5, 24, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    reference = copy.deepcopy(start)
+    optimizer = _sgd(reference)
+    for step in inputs:
+        sum(reference(part.requires_grad_()).square().mean() / size for part in step).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    cluster, found = ClusterSpec.uniform(nodes=size, bandwidth=1e8), {}
+    for name, (builder, options) in plans.items():
+        module = copy.deepcopy(start).to(device)
+        plan = builders.build(builder, describe(module), cluster, **options)
+        running = Engine(variable_names(module), _compiled(module, plan, cluster), cluster=cluster, timeout=60.0)
+        optimizer = _sgd(module)
+        with _stream(device if side else "cpu"):
+            for step in inputs:
+                module(step[rank].detach().to(device).requires_grad_()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
+        running.close()
+        found[name] = distance(module.cpu(), reference)
+    return found
+
+
+@contextmanager
+def _stream(device: str) -> Iterator[None]:
+    """Another stream than the default one, if there are streams."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+    torch.cuda.synchronize()
+
+
+def late(device: str, seconds: float) -> list[float]:
+    """Gradients over a group of the device's own backend, beside a default group of gloo, whose rank 1 comes late."""
+    group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")
+    module = nn.Linear(2, 1).double().to(device)
+    cluster = ClusterSpec.uniform(nodes=dist.get_world_size())
+    plan = builders.all_reduce(describe(module), cluster)
+    running = Engine(variable_names(module), compile_plan(plan, describe(module), cluster), group=group, timeout=30.0)
+    found = []
+    for step in range(3):
+        module.zero_grad()
+        time.sleep(seconds * (dist.get_rank() == 1))
+        module(torch.full((1, 2), step + 1.0, dtype=torch.float64, device=device) * dist.get_rank()).sum().backward()
+        found.append(float(module.weight.grad[0, 0]))
+    dist.barrier()
+    running.close()
+    return found
 
 
 def accumulated(device: str, topology: str, as_views: bool) -> float:

@@ -25,6 +25,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": {"name": "autosync", "plan": {"builder": "all_reduce", "topology": "ring"}}},
     "views": {"strategy": {"name": "autosync", "gradient_as_bucket_view": True}},
     "compared often": {"strategy": {"name": "autosync", "check_replicas": 2}},
+    "delayed": {"strategy": {"name": "autosync"}, "kind": "delayed"},
+    "delayed, staged": {"strategy": {"name": "autosync", "plan": {"builder": "ps"}}, "kind": "delayed"},
     "overlap": {"strategy": {"name": "autosync", "overlap": "step"}},
     "accumulated": {"strategy": {"name": "autosync"}, "accumulate_grad_batches": 2},
     "clipped": {"strategy": {"name": "autosync"}, "gradient_clip_val": 0.1},
@@ -144,7 +146,7 @@ def test_relaxed_plans_that_keep_in_step(two: DeviceRanks, expected: Expected, n
         assert found["device"] == two.device
 
 
-@pytest.mark.parametrize("kind", ["plain", "normed"])
+@pytest.mark.parametrize("kind", ["delayed", "normed"])
 @pytest.mark.parametrize("name", RELAXED)
 def test_relaxed_plans_learn_and_end_alike(two: DeviceRanks, name: str, kind: str) -> None:
     strategy = {"name": "autosync", "plan": RELAXED[name]}
@@ -231,6 +233,19 @@ def test_an_overflow_leaves_no_trace_in_error_feedback(two: DeviceRanks, topolog
 def test_plans_equal_ddp(two: DeviceRanks) -> None:
     for found in two.run(calls.against_ddp, plans=NATIVE, nodes=2):
         assert max(found.values()) < EXACT, found
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "another stream"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant checkpoints"])
+def test_devices_that_are_slower_than_the_host(two: DeviceRanks, reentrant: bool, side: bool) -> None:
+    for found in two.run(calls.delayed, plans=NATIVE, reentrant=reentrant, side=side):
+        assert max(found.values()) < EXACT, found
+
+
+def test_a_group_of_the_device_beside_gloo(two: DeviceRanks) -> None:
+    if two.backend != "gloo":
+        pytest.skip("the default group is the device's own")
+    assert two.run(calls.late, seconds=0.5) == [[0.5, 1.0, 1.5]] * 2
 
 
 def test_two_places_of_two(four: DeviceRanks) -> None:
