@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,12 @@ class Learner(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
 
 
+def world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])  # also before there is a process group
+
+
 def make_plan(module: nn.Module, builder: str, consistency: dict[str, Any] | None = None, **options: Any) -> SyncPlan:
-    plan = builders.build(builder, describe(module), ClusterSpec.uniform(nodes=dist.get_world_size()), **options)
+    plan = builders.build(builder, describe(module), ClusterSpec.uniform(nodes=world_size()), **options)
     return plan if consistency is None else plan.model_copy(update={"consistency": Consistency(**consistency)})
 
 
@@ -115,7 +120,7 @@ def make_strategy(module: nn.Module, name: str, plan: Any = None, mesh: Any = No
     if name == "ddp":
         return DDPStrategy(find_unused_parameters=True)
     if name == "autoddl":
-        return AutoDDLStrategy(plan=draw_plan(module, mesh or [dist.get_world_size()], seed), **more)
+        return AutoDDLStrategy(plan=draw_plan(module, mesh or [world_size()], seed), **more)
     if isinstance(plan, dict):
         plan, more = make_plan(module, **plan), {"semantics": "relaxed", **more}
     return AutoSyncStrategy(plan=plan, **more)
@@ -125,7 +130,7 @@ def make_trainer(device: str, strategy: Any, plugins: tuple[Any, ...] = (), **op
     return Trainer(
         accelerator="cpu" if device == "cpu" else "gpu",
         devices=1,
-        num_nodes=dist.get_world_size(),
+        num_nodes=world_size(),
         plugins=[TorchElasticEnvironment(), *plugins],
         strategy=strategy,
         **{**QUIET, "max_epochs": 1, "limit_val_batches": 0, **options},  # type: ignore[arg-type]

@@ -40,6 +40,12 @@ class OneDevice(LocalLaunch):
         nccl = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_MAX_NCHANNELS": "2"}
         return {**super().environment(rank), **own, **nccl}
 
+    def environments(self, size: int, port: int) -> list[dict[str, str]]:
+        """The environments of ranks that are started without a pool."""
+        paths = os.pathsep.join(map(str, [TESTS, TESTS / "distributed", TESTS.parent]))
+        common = {"WORLD_SIZE": str(size), "MASTER_ADDR": self.address, "MASTER_PORT": str(port), "PYTHONPATH": paths}
+        return [{**os.environ, **common, "RANK": str(rank), **self.environment(rank)} for rank in range(size)]
+
 
 class DeviceRanks:
     """A pool of ranks on one device that starts at its first order, and again after a test that broke it.

@@ -5,14 +5,20 @@ Each scenario is a test of its own, and its ranks start again if it breaks them.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cuda_split_calls as splits
 import cuda_trainer_calls as trainers
 import cuda_training_calls as calls
+import forked
 import pytest
-from device_ranks import WORLDS, DeviceRanks
+from device_ranks import TIMEOUT, WORLDS, DeviceRanks, OneDevice, needs_gpu
+from ports import free_port
 
 EXACT = 1e-9
 """Of weights in double precision: devices add up in other orders."""
@@ -227,6 +233,35 @@ def test_an_overflow_leaves_no_trace_in_error_feedback(two: DeviceRanks, topolog
     assert first["scale"] == second["scale"] == reference["scale"]
 
 
+LAUNCHED = """
+import json, sys, torch, cuda_trainer_calls
+torch.set_num_threads(1)
+found = [cuda_trainer_calls.trained(sys.argv[1], strategy={"name": name})["weights"] for name in sys.argv[2:]]
+print(json.dumps([found, torch.distributed.get_backend()]))
+"""
+"""A rank whose Trainer makes the process group: on a device, NCCL's, to which the device is bound."""
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=needs_gpu)])
+def test_ranks_whose_trainers_make_the_process_group(device: str) -> None:
+    environment = OneDevice().environments(2, free_port())
+    command = [sys.executable, "-c", LAUNCHED, device, "ddp", "autosync", "autoddl"]
+    start = forked.Popen if device == "cpu" else subprocess.Popen
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [start(command, env=environment[rank], **pipes) for rank in range(2)]
+    try:
+        said = [one.communicate(timeout=TIMEOUT) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    for out, errors in said:
+        assert out.startswith("["), errors
+        (reference, *found), backend = json.loads(out.splitlines()[-1])
+        assert backend == ("gloo" if device == "cpu" else "nccl")
+        for each in found:
+            near(each, reference)
+
+
 # Engines
 
 
@@ -285,13 +320,13 @@ def test_small_collectives(two: DeviceRanks) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "vgg", "fused", "fused again", "encoder", "biased", "language"])
 def test_split_models_train_as_one_process_does(two: DeviceRanks, model: str) -> None:
-    for found in two.run(calls.split_distances, models=[model], meshes=[[2]], seeds=[1, 2]):
+    for found in two.run(splits.split_distances, models=[model], meshes=[[2]], seeds=[1, 2]):
         assert max(found.values()) < EXACT, found
 
 
 @pytest.mark.parametrize("model", ["mlp", "separate"])
 def test_split_models_on_four_ranks(four: DeviceRanks, model: str) -> None:
-    for found in four.run(calls.split_distances, models=[model], meshes=[[4], [2, 2]], seeds=[1, 2]):
+    for found in four.run(splits.split_distances, models=[model], meshes=[[4], [2, 2]], seeds=[1, 2]):
         assert max(found.values()) < EXACT, found
 
 
@@ -303,7 +338,7 @@ def test_autoddl_on_four_ranks_does_what_ddp_does(four: DeviceRanks, mesh: list[
 
 
 def test_split_values_meet_numbers_on_the_cpu(two: DeviceRanks) -> None:
-    assert two.run(calls.compared) == [{"said": "", "norm of nothing": 0.0}] * 2
+    assert two.run(splits.compared) == [{"said": "", "norm of nothing": 0.0}] * 2
 
 
 # Fabric
