@@ -79,7 +79,7 @@ class DeviceRanks:
                     OneDevice(),
                     timeout=TIMEOUT,
                     extra_paths=[TESTS, TESTS / "distributed"],
-                    meet=self.backend == "gloo",
+                    meet=False,
                 )
             finally:
                 forked.fork_workers()
@@ -90,7 +90,9 @@ def called(function: str, device: str, backend: str, arguments: dict[str, Any]) 
     """What a function returns on this rank, in a default process group of this backend."""
     os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
     if not dist.is_initialized():
-        bound = torch.device("cuda", 0)  # as Lightning does, so that NCCL connects the ranks at once
-        torch.cuda.set_device(bound)
+        bound = None
+        if backend == "nccl":  # bound as by Lightning, so that NCCL connects the ranks at once
+            bound = torch.device("cuda", 0)
+            torch.cuda.set_device(bound)
         dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT - 30), device_id=bound)
     return find_function(function)(device, **arguments)
