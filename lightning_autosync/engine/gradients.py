@@ -220,11 +220,12 @@ class DenseGradients(MessageGradients):
         if self._result is not self._buffer and any(self._as_view):
             self._buffer.copy_(self._result)
         targets, sums = [], []
+        counts = self._read_counts()
         with torch.no_grad():
             for place, (filled, as_view, target) in enumerate(
                 zip(self._filled, self._as_view, self._targets, strict=True)
             ):
-                if not filled and not self._used_elsewhere(place):
+                if not filled and not self._used_elsewhere(place, counts):
                     continue
                 parameter, view, pointer = target
                 gradient = parameter.grad
@@ -249,11 +250,21 @@ class DenseGradients(MessageGradients):
     def finite(self) -> bool:
         return all_finite(self._result)
 
-    def _used_elsewhere(self, place: int) -> bool:
+    def _read_counts(self) -> list[float]:
+        """The sums of the ranks' counts by parameter, read together: each reading waits for an accelerator.
+
+        It is empty if each parameter that trains has a gradient on this rank.
+        """
+        if all(self._filled):
+            return []
+        lacks = any(one.requires_grad for one, filled in zip(self.parameters, self._filled, strict=True) if not filled)
+        return self._result[self.message.numel :].tolist() if lacks else []
+
+    def _used_elsewhere(self, place: int, counts: Sequence[float]) -> bool:
         """Whether a parameter that got no gradient on this rank got one on another."""
         if not self.parameters[place].requires_grad:
             return False
-        count = float(self._result[self.message.numel + place])
+        count = counts[place]
         # After a change nothing is counted. Then a sum of zeros may be left out: ranks synchronize it again.
         return count > 0 or (count < 0 and bool(self._sums[place].any()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,37 @@ def data(dtype: torch.dtype) -> TensorDataset:
     return TensorDataset(inputs.to(dtype), labels)
 
 
+class Delay(torch.autograd.Function):
+    """Passes values on. On a device, work on its stream ends a few milliseconds later than the host has issued it.
+
+    What does not wait for the stream then reads values of the last step.
+    """
+
+    CYCLES = 10_000_000
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        Delay.wait(value)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Delay.wait(gradients[0])
+        return gradients[0].clone()
+
+    @classmethod
+    def wait(cls, value: Tensor) -> None:
+        if value.is_cuda:
+            torch.cuda._sleep(cls.CYCLES)  # type: ignore[no-untyped-call]
+
+
 class Learner(LightningModule):
     """A small network.
 
     Args:
         kind: ``plain``; ``normed``: with running statistics; ``unused``: ranks leave out a layer in turn; ``thawed``: a
-            layer trains from the third step on; ``poisoned``: rank 1's third loss is infinite.
+            layer trains from the third step on; ``poisoned``: rank 1's third loss is infinite; ``delayed``: the device
+            is slower than the host.
         momentum: of SGD.
     """
 
@@ -54,6 +80,7 @@ class Learner(LightningModule):
 
     def forward(self, inputs: Tensor, leaves_out: bool = False) -> Tensor:
         features = torch.tanh(self.norm(self.body(inputs)))
+        features = Delay.apply(features) if self.kind == "delayed" else features
         return self.head(features if leaves_out else features + torch.tanh(self.extra(features)))
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
@@ -80,8 +107,12 @@ class Learner(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
 
 
+def world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])  # also before there is a process group
+
+
 def make_plan(module: nn.Module, builder: str, consistency: dict[str, Any] | None = None, **options: Any) -> SyncPlan:
-    plan = builders.build(builder, describe(module), ClusterSpec.uniform(nodes=dist.get_world_size()), **options)
+    plan = builders.build(builder, describe(module), ClusterSpec.uniform(nodes=world_size()), **options)
     return plan if consistency is None else plan.model_copy(update={"consistency": Consistency(**consistency)})
 
 
@@ -89,7 +120,7 @@ def make_strategy(module: nn.Module, name: str, plan: Any = None, mesh: Any = No
     if name == "ddp":
         return DDPStrategy(find_unused_parameters=True)
     if name == "autoddl":
-        return AutoDDLStrategy(plan=draw_plan(module, mesh or [dist.get_world_size()], seed), **more)
+        return AutoDDLStrategy(plan=draw_plan(module, mesh or [world_size()], seed), **more)
     if isinstance(plan, dict):
         plan, more = make_plan(module, **plan), {"semantics": "relaxed", **more}
     return AutoSyncStrategy(plan=plan, **more)
@@ -99,7 +130,7 @@ def make_trainer(device: str, strategy: Any, plugins: tuple[Any, ...] = (), **op
     return Trainer(
         accelerator="cpu" if device == "cpu" else "gpu",
         devices=1,
-        num_nodes=dist.get_world_size(),
+        num_nodes=world_size(),
         plugins=[TorchElasticEnvironment(), *plugins],
         strategy=strategy,
         **{**QUIET, "max_epochs": 1, "limit_val_batches": 0, **options},  # type: ignore[arg-type]

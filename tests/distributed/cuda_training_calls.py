@@ -1,23 +1,25 @@
-"""What ranks do in tests of engines, split models and Fabric on accelerators; each function runs on the CPU too."""
+"""What ranks do in tests of engines and Fabric on accelerators; each function runs on the CPU too."""
 
 from __future__ import annotations
 
 import copy
 import gc
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cuda_trainer_calls import CLASSES, FEATURES, data, weights
-from hybrid.models import MODELS, loss_of, make_batch
-from hybrid.plans import draw_plan
+from cuda_trainer_calls import CLASSES, FEATURES, Delay, data, weights
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from training import Net, batches, distance
 
@@ -35,19 +37,11 @@ from lightning_autosync.engine.collectives import (
 from lightning_autosync.engine.compressor_state import ParameterState
 from lightning_autosync.engine.replicas import ReplicaCheck
 from lightning_autosync.engine.resources import Resources
-from lightning_autosync.hybrid.execution.activation import bring_home
-from lightning_autosync.hybrid.execution.clipping import clip_gradients
-from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
-from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
-from lightning_autosync.hybrid.execution.reduction import GradientReduction
-from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.strategy.checkpoint import gather_state
 from lightning_autosync.workload import describe, variable_names
 
 STEPS = 4
-PART = 2
-"""Samples of a rank in a batch of a split model."""
 
 
 # Engines
@@ -64,13 +58,13 @@ def _step(forward: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, T
     optimizer.zero_grad()
 
 
-def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def _by_ddp(device: str, start: nn.Module, steps: int) -> nn.Module:
     module = copy.deepcopy(start).to(device)
-    wrapped, optimizer = DistributedDataParallel(module), _sgd(module)
+    wrapped, optimizer = DistributedDataParallel(module), sgd(module)
     for batch in batches(dist.get_rank(), steps, torch.float64):
         _step(wrapped, optimizer, batch, device)
     return module
@@ -90,7 +84,7 @@ def against_ddp(device: str, plans: dict[str, list[Any]], nodes: int, devices: i
         module = copy.deepcopy(start).to(device)
         plan = builders.build(builder, describe(module), cluster, **options)
         running = Engine(variable_names(module), _compiled(module, plan, cluster), cluster=cluster, timeout=60.0)
-        optimizer = _sgd(module)
+        optimizer = sgd(module)
         for batch in batches(dist.get_rank(), STEPS, torch.float64):
             _step(module, optimizer, batch, device)
         dist.barrier()
@@ -108,7 +102,7 @@ def switched(device: str, topologies: list[str], rounds: int) -> dict[str, float
     steps = rounds * len(topologies)
     reference = _by_ddp(device, start, steps)
     module = copy.deepcopy(start).to(device)
-    parameters, optimizer = dict(variable_names(module)), _sgd(module)
+    parameters, optimizer = dict(variable_names(module)), sgd(module)
     held: list[int] = []
     engine: Engine | None = None
     for step, batch in enumerate(batches(dist.get_rank(), steps, torch.float64)):
@@ -136,13 +130,101 @@ def _allocated(device: str) -> int:
     return torch.cuda.memory_allocated()
 
 
+class Deep(nn.Module):
+    """Layers whose gradients come one after another, each a while after the host has issued its computation.
+
+    Args:
+        reentrant: whether blocks run under reentrant checkpointing, within passes of their own.
+    """
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = (
+                checkpoint(partial(_block, layer), value, use_reentrant=True)
+                if self.reentrant
+                else _block(layer, value)
+            )
+        return value
+
+
+def _block(layer: nn.Module, value: Tensor) -> Tensor:
+    return Delay.apply(torch.tanh(layer(value)))
+
+
+def delayed(device: str, plans: dict[str, list[Any]], reentrant: bool = False, side: bool = False) -> dict[str, float]:
+    """For each plan, how far training on a device that is slower than the host ends from DDP's mean on the CPU.
+
+    Args:
+        side: whether all work of the user is on another stream than the default one.
+    """
+    torch.manual_seed(0)
+    start, rank, size = Deep(reentrant).double(), dist.get_rank(), dist.get_world_size()
+    inputs = torch.randn(6, size, 5, 24, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    reference = copy.deepcopy(start)
+    optimizer = sgd(reference)
+    for step in inputs:
+        sum(reference(part.requires_grad_()).square().mean() / size for part in step).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    cluster, found = ClusterSpec.uniform(nodes=size, bandwidth=1e8), {}
+    for name, (builder, options) in plans.items():
+        module = copy.deepcopy(start).to(device)
+        plan = builders.build(builder, describe(module), cluster, **options)
+        running = Engine(variable_names(module), _compiled(module, plan, cluster), cluster=cluster, timeout=60.0)
+        optimizer = sgd(module)
+        with _stream(device if side else "cpu"):
+            for step in inputs:
+                module(step[rank].detach().to(device).requires_grad_()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
+        running.close()
+        found[name] = distance(module.cpu(), reference)
+    return found
+
+
+@contextmanager
+def _stream(device: str) -> Iterator[None]:
+    """Another stream than the default one, if there are streams."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+    torch.cuda.synchronize()
+
+
+def late(device: str, seconds: float) -> list[float]:
+    """Gradients over a group of the device's own backend, beside a default group of gloo, whose rank 1 comes late."""
+    group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")
+    module = nn.Linear(2, 1).double().to(device)
+    cluster = ClusterSpec.uniform(nodes=dist.get_world_size())
+    plan = builders.all_reduce(describe(module), cluster)
+    running = Engine(variable_names(module), compile_plan(plan, describe(module), cluster), group=group, timeout=30.0)
+    found = []
+    for step in range(3):
+        module.zero_grad()
+        time.sleep(seconds * (dist.get_rank() == 1))
+        module(torch.full((1, 2), step + 1.0, dtype=torch.float64, device=device) * dist.get_rank()).sum().backward()
+        found.append(float(module.weight.grad[0, 0]))
+    dist.barrier()
+    running.close()
+    return found
+
+
 def accumulated(device: str, topology: str, as_views: bool) -> float:
     """As `against_ddp`, with two passes in each step, of which the first stays on its rank."""
     start, cluster = _start(), ClusterSpec.uniform(nodes=dist.get_world_size(), bandwidth=1e8)
     ends = []
     for synchronized in ("ddp", "engine"):
         module = copy.deepcopy(start).to(device)
-        optimizer, forward, running = _sgd(module), module, None
+        optimizer, forward, running = sgd(module), module, None
         if synchronized == "ddp":
             forward = DistributedDataParallel(module)
         else:
@@ -184,8 +266,8 @@ def small_collectives(device: str) -> dict[str, Any]:
             "state": None
             if entry is None
             else entry["variables"]["one"]["tensors"]["residual"].sum(dim=(1, 2)).tolist(),
-            "fault": _told(lambda: require_success("broken" if rank == 1 else "", group)),  # noqa: B023
-            "replicas": _told(lambda: ReplicaCheck(0, group).run({"weight": weight})),  # noqa: B023
+            "fault": told(lambda: require_success("broken" if rank == 1 else "", group)),  # noqa: B023
+            "replicas": told(lambda: ReplicaCheck(0, group).run({"weight": weight})),  # noqa: B023
             "device": group_device(group).type,
         }
     return found
@@ -199,97 +281,12 @@ def _sums(entry: dict[str, Any] | None) -> list[float] | None:
     return residuals.sum(dim=(1, 2)).tolist()
 
 
-def _told(work: Any) -> str:
+def told(work: Any) -> str:
     try:
         work()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-# Split models
-
-
-def split_distances(device: str, models: list[str], meshes: list[list[int]], seeds: list[int]) -> dict[str, float]:
-    """For each model, mesh and seed of a random plan, how far the weights end from those of one process on the CPU."""
-    found = {}
-    for model in models:
-        for mesh in meshes:
-            for seed in seeds:
-                found[f"{model} {mesh} {seed}"] = _split_distance(device, model, mesh, seed)
-    return found
-
-
-def _made(model: str) -> nn.Module:
-    torch.manual_seed(5)
-    module = MODELS[model.removesuffix(" again")]().double().train()
-    if model.endswith(" again"):  # parts of the forward pass run again in autograd's thread
-        module.checkpointing = True
-    return module
-
-
-def _split_distance(device: str, model: str, mesh: list[int], seed: int) -> float:
-    kind, size, own = model.removesuffix(" again"), dist.get_world_size(), dist.get_rank()
-    single, shared = _made(model), _made(model).to(device)
-    plan = draw_plan(single, mesh, seed)
-    split = SplitModel(shared, plan, LiveMesh(plan))
-    split.split()
-    reduction = GradientReduction(split)
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (single, shared)]
-    for step in range(3):
-        for part in range(2):
-            inputs, labels = make_batch(kind, PART * size, 100 * step + part)
-            rows = [slice(PART * rank, PART * (rank + 1)) for rank in range(size)]
-            for each in rows:
-                (loss_of(single, inputs[each], labels[each]) / size).backward()
-            inputs, labels = inputs[rows[own]].to(device), labels[rows[own]].to(device)
-            reduction.enabled = part == 1
-            with split.forward(inputs, labels):
-                loss = bring_home(loss_of(shared, inputs, labels))
-            with reduction.backward():
-                loss.backward()
-        nn.utils.clip_grad_norm_(single.parameters(), 0.5)
-        clip_gradients(split, shared.parameters(), 0.5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    reduction.close()
-    split.restore()
-    shared.cpu()
-    pairs = zip(single.parameters(), shared.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max() / a.detach().abs().max().clamp(min=1e-6)) for a, b in pairs)
-
-
-class Mixed(nn.Module):
-    """Multiplies a split value by whole numbers that are on the CPU, and has a transposed weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
-        self.second.weight = nn.Parameter(torch.randn(16, 8).t())
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(inputs)) * torch.tensor(2) * torch.tensor(True))
-
-
-def compared(device: str) -> dict[str, Any]:
-    """What the comparison before training says of a model whose values meet numbers on the CPU; "" if it accepts."""
-    torch.manual_seed(5)
-    module, size = Mixed().double().to(device), dist.get_world_size()
-    plan = draw_plan(module, [size], 1)
-    columns = tuple(layer.model_copy(update={"signature": ("col",), "output": None}) for layer in plan.layers)
-    plan = plan.model_copy(update={"layers": columns})
-    inputs, labels = (part.to(device) for part in make_batch("mlp", PART * size, dist.get_rank()))
-    task = Task(lambda: F.cross_entropy(module(inputs), labels), lambda: [_sgd(module)], (inputs, labels))
-    split = SplitModel(module, plan, LiveMesh(plan))
-    expected = expect(split, task)
-    split.split()
-    reduction = GradientReduction(split)
-    said = _told(lambda: verify(split, reduction, task, expected))
-    idle = float(clip_gradients(split, [], 1.0))
-    reduction.close()
-    split.restore()
-    return {"said": said, "norm of nothing": idle}
 
 
 # Fabric

@@ -40,6 +40,12 @@ class OneDevice(LocalLaunch):
         nccl = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_MAX_NCHANNELS": "2"}
         return {**super().environment(rank), **own, **nccl}
 
+    def environments(self, size: int, port: int) -> list[dict[str, str]]:
+        """The environments of ranks that are started without a pool."""
+        paths = os.pathsep.join(map(str, [TESTS, TESTS / "distributed", TESTS.parent]))
+        common = {"WORLD_SIZE": str(size), "MASTER_ADDR": self.address, "MASTER_PORT": str(port), "PYTHONPATH": paths}
+        return [{**os.environ, **common, "RANK": str(rank), **self.environment(rank)} for rank in range(size)]
+
 
 class DeviceRanks:
     """A pool of ranks on one device that starts at its first order, and again after a test that broke it.
@@ -73,7 +79,7 @@ class DeviceRanks:
                     OneDevice(),
                     timeout=TIMEOUT,
                     extra_paths=[TESTS, TESTS / "distributed"],
-                    meet=self.backend == "gloo",
+                    meet=False,
                 )
             finally:
                 forked.fork_workers()
@@ -84,7 +90,9 @@ def called(function: str, device: str, backend: str, arguments: dict[str, Any]) 
     """What a function returns on this rank, in a default process group of this backend."""
     os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
     if not dist.is_initialized():
-        bound = torch.device("cuda", 0)  # as Lightning does, so that NCCL connects the ranks at once
-        torch.cuda.set_device(bound)
+        bound = None
+        if backend == "nccl":  # bound as by Lightning, so that NCCL connects the ranks at once
+            bound = torch.device("cuda", 0)
+            torch.cuda.set_device(bound)
         dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT - 30), device_id=bound)
     return find_function(function)(device, **arguments)

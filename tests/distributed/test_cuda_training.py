@@ -5,14 +5,20 @@ Each scenario is a test of its own, and its ranks start again if it breaks them.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cuda_split_calls as splits
 import cuda_trainer_calls as trainers
 import cuda_training_calls as calls
+import forked
 import pytest
-from device_ranks import WORLDS, DeviceRanks
+from device_ranks import TIMEOUT, WORLDS, DeviceRanks, OneDevice, needs_gpu
+from ports import free_port
 
 EXACT = 1e-9
 """Of weights in double precision: devices add up in other orders."""
@@ -25,6 +31,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": {"name": "autosync", "plan": {"builder": "all_reduce", "topology": "ring"}}},
     "views": {"strategy": {"name": "autosync", "gradient_as_bucket_view": True}},
     "compared often": {"strategy": {"name": "autosync", "check_replicas": 2}},
+    "delayed": {"strategy": {"name": "autosync"}, "kind": "delayed"},
+    "delayed, staged": {"strategy": {"name": "autosync", "plan": {"builder": "ps"}}, "kind": "delayed"},
     "overlap": {"strategy": {"name": "autosync", "overlap": "step"}},
     "accumulated": {"strategy": {"name": "autosync"}, "accumulate_grad_batches": 2},
     "clipped": {"strategy": {"name": "autosync"}, "gradient_clip_val": 0.1},
@@ -144,7 +152,7 @@ def test_relaxed_plans_that_keep_in_step(two: DeviceRanks, expected: Expected, n
         assert found["device"] == two.device
 
 
-@pytest.mark.parametrize("kind", ["plain", "normed"])
+@pytest.mark.parametrize("kind", ["delayed", "normed"])
 @pytest.mark.parametrize("name", RELAXED)
 def test_relaxed_plans_learn_and_end_alike(two: DeviceRanks, name: str, kind: str) -> None:
     strategy = {"name": "autosync", "plan": RELAXED[name]}
@@ -206,7 +214,7 @@ def test_training_resumes_from_a_checkpoint(two: DeviceRanks, tmp_path: Path, na
 @pytest.mark.parametrize("poisoned", [True, False], ids=["one rank overflows", "all ranks overflow"])
 @pytest.mark.parametrize("plan", [None, "ps"])
 def test_steps_that_overflow_are_skipped_by_all(two: DeviceRanks, plan: str | None, poisoned: bool) -> None:
-    options = {"poisoned": poisoned, "first": 2.0**10 if poisoned else 2.0**30}
+    options = {"poisoned": poisoned, "first": 2.0**10 if poisoned else 2.0**20}
     reference = two.run(trainers.overflowing, strategy={"name": "ddp"}, **options)
     found = two.run(trainers.overflowing, strategy={"name": "autosync", "plan": plan}, **options)
     for ours, theirs in zip(found, reference, strict=True):
@@ -225,12 +233,54 @@ def test_an_overflow_leaves_no_trace_in_error_feedback(two: DeviceRanks, topolog
     assert first["scale"] == second["scale"] == reference["scale"]
 
 
+LAUNCHED = """
+import json, sys, torch, cuda_trainer_calls
+torch.set_num_threads(1)
+found = [cuda_trainer_calls.trained(sys.argv[1], strategy={"name": name})["weights"] for name in sys.argv[2:]]
+print(json.dumps([found, torch.distributed.get_backend()]))
+"""
+"""A rank whose Trainer makes the process group: on a device, NCCL's, to which the device is bound."""
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=needs_gpu)])
+def test_ranks_whose_trainers_make_the_process_group(device: str) -> None:
+    environment = OneDevice().environments(2, free_port())
+    command = [sys.executable, "-c", LAUNCHED, device, "ddp", "autosync", "autoddl"]
+    start = forked.Popen if device == "cpu" else subprocess.Popen
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [start(command, env=environment[rank], **pipes) for rank in range(2)]
+    try:
+        said = [one.communicate(timeout=TIMEOUT) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    for out, errors in said:
+        assert out.startswith("["), errors
+        (reference, *found), backend = json.loads(out.splitlines()[-1])
+        assert backend == ("gloo" if device == "cpu" else "nccl")
+        for each in found:
+            near(each, reference)
+
+
 # Engines
 
 
 def test_plans_equal_ddp(two: DeviceRanks) -> None:
     for found in two.run(calls.against_ddp, plans=NATIVE, nodes=2):
         assert max(found.values()) < EXACT, found
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "another stream"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant checkpoints"])
+def test_devices_that_are_slower_than_the_host(two: DeviceRanks, reentrant: bool, side: bool) -> None:
+    for found in two.run(calls.delayed, plans=NATIVE, reentrant=reentrant, side=side):
+        assert max(found.values()) < EXACT, found
+
+
+def test_a_group_of_the_device_beside_gloo(two: DeviceRanks) -> None:
+    if two.backend != "gloo":
+        pytest.skip("the default group is the device's own")
+    assert two.run(calls.late, seconds=0.5) == [[0.5, 1.0, 1.5]] * 2
 
 
 def test_two_places_of_two(four: DeviceRanks) -> None:
@@ -270,13 +320,13 @@ def test_small_collectives(two: DeviceRanks) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "vgg", "fused", "fused again", "encoder", "biased", "language"])
 def test_split_models_train_as_one_process_does(two: DeviceRanks, model: str) -> None:
-    for found in two.run(calls.split_distances, models=[model], meshes=[[2]], seeds=[1, 2]):
+    for found in two.run(splits.split_distances, models=[model], meshes=[[2]], seeds=[1, 2]):
         assert max(found.values()) < EXACT, found
 
 
 @pytest.mark.parametrize("model", ["mlp", "separate"])
 def test_split_models_on_four_ranks(four: DeviceRanks, model: str) -> None:
-    for found in four.run(calls.split_distances, models=[model], meshes=[[4], [2, 2]], seeds=[1, 2]):
+    for found in four.run(splits.split_distances, models=[model], meshes=[[4], [2, 2]], seeds=[1, 2]):
         assert max(found.values()) < EXACT, found
 
 
@@ -288,7 +338,7 @@ def test_autoddl_on_four_ranks_does_what_ddp_does(four: DeviceRanks, mesh: list[
 
 
 def test_split_values_meet_numbers_on_the_cpu(two: DeviceRanks) -> None:
-    assert two.run(calls.compared) == [{"said": "", "norm of nothing": 0.0}] * 2
+    assert two.run(splits.compared) == [{"said": "", "norm of nothing": 0.0}] * 2
 
 
 # Fabric

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autosync.engine.gradients import DenseGradients
 from lightning_autosync.plan import Compressor
@@ -26,3 +27,32 @@ def test_a_message_without_an_exchange_leaves_gradients_alone() -> None:
     gradients.arm(changed=True)
     gradients.on_arrival(0)()
     assert parameter.grad.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_counts_of_unused_parameters_are_read_together(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator, each reading waits for the sums."""
+    parameters = [nn.Parameter(torch.ones(1), requires_grad=not frozen) for _ in range(3)]
+    message: Any = SimpleNamespace(name="all", numel=3, axis=0, compressor=Compressor(), variables=("a", "b", "c"))
+    buffer, sums = torch.zeros(6), torch.tensor([4.0, 5.0, 0.0, 1.0, 2.0, 0.0])
+    exchange: Any = SimpleNamespace(result=None, wait=lambda: buffer.copy_(sums))
+    gradients = DenseGradients(message, parameters, buffer, exchange, world_size=3)
+    gradients.arm()
+    read: list[str] = []
+    for name in ("tolist", "__float__", "item"):
+        monkeypatch.setattr(Tensor, name, noting(name, getattr(Tensor, name), read))
+    gradients.finish()
+    monkeypatch.undo()
+    assert read == ([] if frozen else ["tolist"])
+    expected = [None] * 3 if frozen else [[4.0], [5.0], None]
+    assert [None if one.grad is None else one.grad.tolist() for one in parameters] == expected
+
+
+def noting(name: str, own: Any, read: list[str]) -> Any:
+    """A method of tensors that notes its calls."""
+
+    def method(tensor: Tensor) -> Any:
+        read.append(name)
+        return own(tensor)
+
+    return method
