@@ -215,5 +215,5 @@ class BusyConnection:
 
 def test_a_queue_holds_what_an_empty_link_carries() -> None:
     connection = BusyConnection()
-    limit_queue(cast(socket.socket, connection), 1e8)
+    limit_queue(cast(socket.socket, connection), (1e8, 1e8))
     assert connection.options == {socket.SO_SNDBUF: 204_000}  # two round trips and 2 ms

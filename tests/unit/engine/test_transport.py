@@ -90,7 +90,7 @@ def test_queues_are_limited_again_by_the_round_trips_of_the_first_steps() -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    sender, end = Transport({Peer(1): one}, rates={Peer(1): 1e6}), Transport({Peer(0): other})
+    sender, end = Transport({Peer(1): one}, rates={Peer(1): (1e6, 1e6)}), Transport({Peer(0): other})
     with closing(sender), closing(end):
         usual, sizes = _send_buffer(one), []
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * usual)
