@@ -56,6 +56,9 @@ def describe_worker() -> dict[str, str | int | None]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
+    if torch.cuda.is_initialized():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     algorithm = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     if algorithm.exists():
         facts["tcp_congestion_control"] = algorithm.read_text().strip()

@@ -120,7 +120,9 @@ def deviation(name: str, reference: str) -> float:
 def _gradients(replica: Replica) -> list[Tensor]:
     torch.manual_seed(SEED + dist.get_rank())  # so that dropout draws the same masks for each contender
     # Convolutions of GPUs round to TF32 by default, which would hide differences below 1e-3.
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    cudnn = torch.backends.cudnn
+    kept = {"benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+    with cudnn.flags(enabled=True, allow_tf32=False, **kept):
         replica.backward()
     gradients = replica.gradients()
     replica.module.zero_grad()

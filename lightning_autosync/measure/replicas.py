@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -34,13 +35,13 @@ from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.measure.bench.settings import DDPOptions
-from lightning_autosync.measure.clocks import clock_of
 from lightning_autosync.measure.models.model import Batch, Model
 from lightning_autosync.measure.models.paced import PacedModule
 from lightning_autosync.measure.workers.devices import Device
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.workload import Workload, variable_names
+from lightning_autosync.workload.capturing import clock_of
 
 SEED = 0
 _FIRST_HOOKED_STEP = 2
@@ -106,11 +107,12 @@ class Replica(ABC):
         """Seconds of each of ``steps`` steps; collective, since a barrier lets all ranks start together."""
         clock = clock_of(self._parameters[0].device)
         dist.barrier()
-        moments = [clock.now()]
+        marks = [clock.mark()]
         for _ in range(steps):
             self.step()
-            moments.append(clock.now())
-        return clock.durations(moments)
+            marks.append(clock.mark())
+        clock.synchronize()
+        return [clock.seconds(start, end) for start, end in pairwise(marks)]
 
     def step(self, recorder: Recorder | None = None) -> None:
         """One training step, on the next batch."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import accelerator_jobs
 import pytest
 from torch import nn
 
 from lightning_autosync import ClusterSpec
 from lightning_autosync.plan import builders
-from lightning_autosync.strategy.tuning.accelerators import _candidates, _chosen
+from lightning_autosync.strategy.tuning.accelerators import Measured, _candidates, _chosen
 from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.proposals import Proposals
 from lightning_autosync.workload import describe
@@ -22,45 +24,96 @@ def plan(name: str, seconds: float, native: bool = False) -> Alternative:
     return Alternative(builders.build("all_reduce", WORKLOAD, FOUR), name, seconds, native)
 
 
-@pytest.mark.parametrize(("fastest", "topology"), [("all_reduce", "native"), ("search", None)])
-def test_trains_by_the_plan_that_is_fastest_when_measured(duo, fastest: str, topology: str | None) -> None:
-    for found in duo.run(accelerator_jobs.compare, fastest=fastest):
+ENDED = "no other plan is tried: on accelerators plans are measured before the first step"
+
+
+@pytest.mark.parametrize("other_wins", [False, True])
+def test_trains_by_the_plan_that_is_fastest_when_measured(duo, other_wins: bool) -> None:
+    for found in duo.run(accelerator_jobs.compare, other_wins=other_wins):
         assert found["distance"] < 1e-5
         assert found["moved"] > 1e-3
-        assert found["logged"][0].count("measured in") == 1
-        assert found["logged"][1] == "no other plan is tried: on accelerators plans are measured before the first step"
-        assert (found["topologies"] == ["native"]) == (topology == "native")
+        topology, reason, ended = found["told"]
+        assert "measured in" in reason
+        assert ended == ENDED
+        assert (topology != "native") == other_wins
 
 
-def test_passes_of_zeros_leave_the_model_alone_and_skip_plans_that_cannot_be_opened(duo) -> None:
+def test_a_layer_that_trains_later_is_not_measured_for(duo) -> None:
+    for found in duo.run(accelerator_jobs.compare, other_wins=True, model="Thaws", reference="ThawsLate"):
+        assert found["distance"] < 1e-5
+        first, _, _, later, _, ended = found["told"]
+        assert first != "native"
+        assert later == "native"
+        assert (
+            ended
+            == "no other plan is tried: the model is on 'cuda', where plans are measured before the first step only"
+        )
+
+
+def test_measures_nothing_unless_asked(duo) -> None:
+    for topology, _, ended in duo.run(accelerator_jobs.unasked):
+        assert topology == "native"
+        assert "tuning={'accelerators': True} measures plans there" in ended
+
+
+def test_passes_of_zeros_skip_plans_that_cannot_be_opened_and_leave_no_buffers(duo) -> None:
     for found in duo.run(accelerator_jobs.measure):
         first, unopened, last = found["seconds"]
-        assert first > 0
-        assert unopened is None
-        assert last > 0
-        assert found["same"]
-        assert found["clear"]
-        assert found["opened"] == 4  # two plans, there and back
+        assert 0 < first < math.inf
+        assert unopened == math.inf
+        assert 0 < last < math.inf
+        assert found["paced"][0] > accelerator_jobs.PACE
+        assert found["zeros"]
+        assert set(found["alive"]) == {0}
+        assert len(found["alive"]) >= 4
 
 
-def test_measures_nothing_without_memory_on_any_rank(duo) -> None:
-    assert (
-        duo.run(accelerator_jobs.without_memory)
-        == ["some device has too little free memory for 4 copies of all gradients"] * 2
+def test_measures_nothing_if_a_rank_has_no_memory(duo) -> None:
+    for topology, reason, _ in duo.run(accelerator_jobs.without_memory):
+        assert topology == "native"
+        assert reason == "fused native all-reduce, because no plans can be measured: no memory"
+
+
+def test_messages_have_the_size_that_the_user_gave(duo) -> None:
+    for counts in duo.run(accelerator_jobs.with_sizes):
+        assert min(counts) > 1
+
+
+def test_large_embeddings_train_as_without_tuning(duo) -> None:
+    for measured, off in duo.run(accelerator_jobs.embedding_plans):
+        assert measured == off
+
+
+DDP, NEAR, FAR = plan("all_reduce", 0.0, native=True), plan("packed_trees", 0.0), plan("search", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "expected"),
+    [
+        ((0.96, math.inf), (math.inf, math.inf), [DDP]),
+        ((0.90, 1.70), (0.5, 1.6), [FAR, DDP]),
+        ((0.90, 1.50), (0.5, 1.6), [NEAR, DDP]),  # the faster one beside a backward pass
+        ((0.90, 1.99), (0.5, 2.2), [DDP]),
+    ],
+)
+def test_the_fastest_plan_must_gain_five_percent_with_and_without_a_backward_pass(
+    near: tuple[float, float], far: tuple[float, float], expected: list[Alternative]
+) -> None:
+    found = _chosen([Measured(DDP, 1.0, 2.0), Measured(NEAR, *near), Measured(FAR, *far)], "measured")
+    assert [each.plan for each in found.plans] == [each.plan for each in expected]
+    assert [each.name for each in found.plans] == [each.name for each in expected]
+
+
+def test_reasons_of_measured_plans() -> None:
+    assert _chosen([Measured(DDP, 1.0, 2.0), Measured(FAR, 0.5, 1.6)], "measured").reason == (
+        "a plan that the search found, measured: gradients take 500.0 ms, and 1.000 s with the native all-reduce; with "
+        "a backward pass as long as that, 1.600 s and 2.000 s"
     )
-
-
-def test_the_fastest_plan_must_gain_five_percent() -> None:
-    native = plan("all_reduce", 1.0, native=True)
-    near, far = plan("packed_trees", 0.96), plan("search", 0.5)
-    assert _chosen([native, near], native, "measured").plans == [native]
-    assert "the best is packed_trees" in _chosen([native, near], native, "measured").reason
-    found = _chosen([native, near, far], native, "measured")
-    assert found.plans == [far, native]
-    assert found.reason == (
-        "a plan that the search found, measured: gradients take 500.0 ms, and 1.000 s with DDP's plan"
+    assert _chosen([Measured(DDP, 1.0), Measured(NEAR, 0.96)], "measured").reason == (
+        "fused native all-reduce, because no other plan is more than 5% faster; the best is packed_trees, "
+        "measured: gradients take 960.0 ms, and 1.000 s with the native all-reduce"
     )
-    assert "no other plan could be opened" in _chosen([native], native, "measured").reason
+    assert "no other plan could be opened" in _chosen([Measured(DDP, 1.0), Measured(NEAR, math.inf)], "measured").reason
 
 
 def test_two_levels_of_the_backend_are_measured_where_nodes_have_several_devices() -> None:

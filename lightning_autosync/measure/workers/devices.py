@@ -33,4 +33,5 @@ def use_device(device: Device) -> None:
     turn, index = divmod(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
     torch.cuda.set_device(index)
     if turn:
-        os.environ["NCCL_HOSTID"] = f"{os.environ.get('NCCL_HOSTID', socket.gethostname())}-{turn}"
+        # Emulated nodes have one host name.
+        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{os.environ['GROUP_RANK']}-{turn}"

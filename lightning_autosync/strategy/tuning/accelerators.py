@@ -1,4 +1,4 @@
-"""The plan of a job on GPUs: plans are measured before the first step, on gradients of zeros.
+"""The plan of a job on GPUs, if its user asks for that: plans are measured before the first step.
 
 The simulator does not know how fast NCCL is, nor how fast gradients travel through host memory. So its predictions only
 choose which plans are measured.
@@ -6,14 +6,17 @@ choose which plans are measured.
 
 from __future__ import annotations
 
+import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import seconds_text
@@ -21,21 +24,23 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import Schedule, builders, compile_plan
-from lightning_autosync.strategy.choice import LEAST_GAIN
+from lightning_autosync.strategy.choice import LEAST_GAIN, choose_plan
 from lightning_autosync.strategy.tuning.live import Alternative
-from lightning_autosync.strategy.tuning.proposals import DDP, NATIVE, Proposals
+from lightning_autosync.strategy.tuning.proposals import DDP, NATIVE, SEARCHED, Proposals
 from lightning_autosync.workload import Workload
 
 OTHERS = 2
 """Number of plans of the search that are measured beside the backend's own."""
 SECONDS = 10.0
-"""Seconds that all measured passes together may take, unless this allows fewer than `LEAST_PASSES` of each plan."""
+"""Seconds of measured passes after which no second turn begins."""
+VISIT = 1.0
+"""Approximate seconds of the passes of a plan in one turn, unless this allows fewer than `LEAST_PASSES`."""
 LEAST_PASSES, MOST_PASSES = 2, 6
+GIVE_UP = 1.5
 CONNECT_TIMEOUT = 10.0
 """Seconds in which ranks must connect for a plan."""
-_COPIES = 4
-"""Copies of all gradients that must fit in the device's memory: parameters, gradients, buffers, and some reserve."""
 _TWO_LEVEL = "hierarchical"
+_NATIVE = "fused native all-reduce"
 Parameters = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -47,8 +52,11 @@ def choose_measured(
     group: dist.ProcessGroup | None,
     two_level_collectives: bool,
     timeout: float,
+    bucket_bytes: int | None = None,
 ) -> Proposals:
-    """The plan that synchronizes gradients fastest: DDP's, or another one that is more than 5% faster; collective.
+    """The backend's fused all-reduce, or a plan that synchronizes gradients more than 5% faster; collective.
+
+    A plan must be faster both without computation and beside a backward pass that takes as long as the sums.
 
     Args:
         proposals: plans as predicted.
@@ -58,128 +66,203 @@ def choose_measured(
         group: the ranks; None is the default group.
         two_level_collectives: as for `compile_plan`.
         timeout: seconds that ranks wait for each other.
+        bucket_bytes: bytes of a fused message; None for the builders' own size.
 
     Returns:
-        The plan and DDP's, if that is another one, and the reason for the choice.
+        The plan and the backend's, if that is another one, and the reason for the choice.
     """
-    ddp = Alternative(builders.build(NATIVE, workload, cluster), DDP, 0.0, native=True)
-    if fault := _why_not(parameters, workload, group):
-        return Proposals([ddp], f"DDP's fused native all-reduce, because no plans can be measured: {fault}")
+    plan, _ = choose_plan(workload, cluster, known=False, bucket_bytes=bucket_bytes, accelerated=True)
+    native = Alternative(plan, DDP, 0.0, native=True)
+    if any(variable.kind != "dense" for variable in workload.variables):
+        return _unmeasured(native, "gradients of embeddings depend on the rows of real batches")
+    copies, fault = _copies(parameters)
+    if fault := next(filter(None, gather_json(fault, group)), ""):
+        return _unmeasured(native, fault)
+    plans = [native, *_candidates(proposals, workload, cluster, two_level_collectives, bucket_bytes)]
+    if len(plans) == 1:
+        return Proposals([native], f"{_NATIVE}, because no other plan was found")
     begin = time.monotonic()
-    plans = [ddp, *_candidates(proposals, workload, cluster, two_level_collectives)]
     schedules = [compile_plan(each.plan, workload, cluster, "plan", two_level_collectives) for each in plans]
 
-    def open_engine(schedule: Schedule, copies: Parameters) -> Engine:
+    def open_engine(schedule: Schedule) -> Engine:
         return Engine(copies, schedule, group=group, cluster=cluster, timeout=timeout, connect_timeout=CONNECT_TIMEOUT)
 
-    found = measure_schedules(schedules, parameters, open_engine, group)
-    taken = time.monotonic() - begin
-    measured = [replace(each, predicted=seconds) for each, seconds in zip(plans, found, strict=True) if seconds]
-    return _chosen(measured, ddp, f"measured in {taken:.1f} s before the first step")
+    alone = measure_schedules(schedules, copies, open_engine, group)
+    faster = [0, *(index for index, seconds in enumerate(alone) if _gains(seconds, alone[0]))]
+    beside = dict.fromkeys(range(len(plans)), math.inf)
+    if len(faster) > 1:
+        # Most messages travel beside the backward pass. A plan that is faster without one may be slower with one.
+        again = measure_schedules([schedules[index] for index in faster], copies, open_engine, group, alone[0])
+        beside.update(zip(faster, again, strict=True))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # so that the first step finds the device's memory as it was
+    measured = [Measured(plan, alone[index], beside[index]) for index, plan in enumerate(plans)]
+    return _chosen(measured, f"measured in {time.monotonic() - begin:.1f} s before the first step")
 
 
-def _chosen(measured: Sequence[Alternative], ddp: Alternative, how: str) -> Proposals:
-    native = next((each for each in measured if each.native), ddp)
-    others = sorted((each for each in measured if not each.native), key=lambda each: each.predicted)
-    if not others:
-        return Proposals([native], "DDP's fused native all-reduce, because no other plan could be opened")
-    best = others[0]
-    times = (
-        f"{how}: gradients take {seconds_text(best.predicted)}, and {seconds_text(native.predicted)} with DDP's plan"
-    )
-    name = "a plan that the search found" if best.name == "search" else best.name
-    if native.predicted > LEAST_GAIN * best.predicted:
-        return Proposals([best, native], f"{name}, {times}")
+@dataclass(frozen=True)
+class Measured:
+    """A plan and what it was measured to take.
+
+    Attributes:
+        plan: the plan.
+        alone: seconds to synchronize all gradients; infinite if ranks could not open the plan.
+        beside: seconds of a backward pass, with all sums, that takes as long as the backend's all-reduce needs alone;
+            infinite if it was not measured.
+    """
+
+    plan: Alternative
+    alone: float
+    beside: float = math.inf
+
+
+def _gains(seconds: float, native: float) -> bool:
+    """Whether a plan is more than 5% faster than the backend's all-reduce, by their seconds."""
+    return native > LEAST_GAIN * seconds
+
+
+def _chosen(measured: Sequence[Measured], how: str) -> Proposals:
+    """The fastest plan, from measurements of the backend's all-reduce, which comes first, and of others."""
+    native, *others = measured
+    best = min(others, key=lambda each: (each.beside, each.alone))
+    if best.alone == math.inf:
+        return Proposals([native.plan], f"{_NATIVE}, because no other plan could be opened")
+    name = "a plan that the search found" if best.plan.name == SEARCHED else best.plan.name
+    one, other = seconds_text(best.alone), seconds_text(native.alone)
+    times = f"{how}: gradients take {one}, and {other} with the native all-reduce"
+    if best.beside < math.inf:
+        one, other = seconds_text(best.beside), seconds_text(native.beside)
+        times += f"; with a backward pass as long as that, {one} and {other}"
+    if _gains(best.beside, native.beside):
+        return Proposals([best.plan, native.plan], f"{name}, {times}")
     reason = f"because no other plan is more than 5% faster; the best is {name}, {times}"
-    return Proposals([native], f"DDP's fused native all-reduce, {reason}")
+    return Proposals([native.plan], f"{_NATIVE}, {reason}")
+
+
+def _unmeasured(native: Alternative, fault: str) -> Proposals:
+    return Proposals([native], f"{_NATIVE}, because no plans can be measured: {fault}")
 
 
 def _candidates(
-    proposals: Proposals, workload: Workload, cluster: ClusterSpec, two_level_collectives: bool
+    proposals: Proposals,
+    workload: Workload,
+    cluster: ClusterSpec,
+    two_level_collectives: bool,
+    bucket_bytes: int | None = None,
 ) -> list[Alternative]:
-    """Plans to measure beside DDP's."""
+    """Plans to measure beside the backend's all-reduce."""
     found = []
     if two_level_collectives and len(cluster.nodes) > 1 and all(node.devices > 1 for node in cluster.nodes):
-        found.append(Alternative(builders.build(_TWO_LEVEL, workload, cluster), _TWO_LEVEL, 0.0))
+        sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+        found.append(Alternative(builders.build(_TWO_LEVEL, workload, cluster, **sizes), _TWO_LEVEL, 0.0))
     others = [each for each in proposals.plans if not each.name.startswith(NATIVE) and each.name != _TWO_LEVEL]
     return found + sorted(others, key=lambda each: each.predicted)[:OTHERS]
 
 
-def _why_not(parameters: Parameters, workload: Workload, group: dist.ProcessGroup | None) -> str:
-    """The reason why no plans can be measured, the same on all ranks; empty if there is none. Collective."""
-    if any(variable.kind != "dense" for variable in workload.variables):
-        return "gradients of embeddings depend on the rows of real batches"
-    need = _COPIES * sum(parameter.nbytes for _, parameter in parameters)
-    if min(gather_json(_free_memory() - need, group)) < 0:
-        return f"some device has too little free memory for {_COPIES} copies of all gradients"
-    return ""
+def _copies(parameters: Parameters) -> tuple[Parameters, str]:
+    """Parameters of zeros with gradients of zeros, or the reason why this rank cannot have them.
 
-
-def _free_memory() -> int:
-    """Bytes that this process can still allocate on the current device; a large number without a GPU."""
-    if not torch.cuda.is_available():
-        return 1 << 60
-    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return int(torch.cuda.mem_get_info()[0]) + unused
+    All memory of the passes is taken here, because a rank that lacks memory later would leave the others waiting.
+    """
+    try:
+        found = [(name, nn.Parameter(torch.zeros_like(parameter))) for name, parameter in parameters]
+        for _, copy in found:
+            copy.grad = torch.zeros_like(copy)
+    except torch.OutOfMemoryError:
+        return [], "a device has too little free memory for copies of all parameters and gradients"
+    return found, ""
 
 
 def measure_schedules(
     schedules: Sequence[Schedule],
-    parameters: Parameters,
-    open_engine: Callable[[Schedule, Parameters], Engine],
+    copies: Parameters,
+    open_engine: Callable[[Schedule], Engine],
     group: dist.ProcessGroup | None,
-) -> list[float | None]:
+    backward: float = 0.0,
+) -> list[float]:
     """Measure how long each schedule takes to synchronize gradients of zeros, without a model; collective.
 
     Schedules are measured one after the other, so that only one engine's buffers are in memory, and then once more in
-    reverse order, so that a slow drift of the links affects all alike.
+    reverse order, so that a slow drift of the links affects all alike. The second turn is left out for schedules that
+    take 1.5 times as long as the first one, and for all if the first turn took `SECONDS`.
 
     Args:
         schedules: schedules of the parameters.
-        parameters: names and parameters. Copies of them get the gradients.
-        open_engine: opens an engine for a schedule and copies of the parameters; collective.
+        copies: names and parameters with gradients of zeros.
+        open_engine: opens an engine for a schedule of these parameters; collective.
         group: the ranks; None is the default group.
+        backward: seconds in which the gradients appear, one after the other, as in a backward pass.
 
     Returns:
-        Seconds of a pass of the slowest rank by schedule, the median; None where ranks cannot open it.
+        Seconds of a pass of the slowest rank by schedule, the median; infinite where ranks cannot open it.
     """
-    copies = [(name, nn.Parameter(torch.zeros_like(parameter))) for name, parameter in parameters]
-    times: list[list[float]] = [[] for _ in schedules]
-    budget = SECONDS / (2 * len(schedules))
-    for index in (*range(len(schedules)), *reversed(range(len(schedules)))):
-        try:
-            engine = open_engine(schedules[index], copies)
-        except OpeningError:  # on all ranks
-            continue
-        try:
-            times[index] += _measure(copies, budget, group)
-        finally:
-            engine.close()
-            for _, copy in copies:
-                copy.grad = None
-    return [statistics.median(found) if found else None for found in times]
+    times: list[list[float]] = [_visit(each, copies, open_engine, group, backward) for each in schedules]
+    limit = GIVE_UP * _median(times[0])
+    if sum(map(sum, times)) < SECONDS:
+        for index in reversed(range(len(schedules))):
+            if _median(times[index]) <= limit:
+                times[index] += _visit(schedules[index], copies, open_engine, group, backward)
+    return [_median(each) for each in times]
 
 
-def _measure(copies: Parameters, budget: float, group: dist.ProcessGroup | None) -> list[float]:
-    """Seconds of some passes by the slowest rank, after one that is not counted; collective."""
-    passes = min(MOST_PASSES, max(LEAST_PASSES, int(budget / max(_slowest([_pass(copies)], group)))))
-    return _slowest([_pass(copies) for _ in range(passes)], group)
+def _median(times: Sequence[float]) -> float:
+    return statistics.median(times) if times else math.inf
+
+
+def _visit(
+    schedule: Schedule,
+    copies: Parameters,
+    open_engine: Callable[[Schedule], Engine],
+    group: dist.ProcessGroup | None,
+    backward: float,
+) -> list[float]:
+    """Seconds of some passes by the slowest rank, after two that do not count; none if ranks cannot open the plan."""
+    try:
+        engine = open_engine(schedule)
+    except OpeningError:  # on all ranks
+        return []
+    try:
+        _pass(copies, backward)  # the first one may connect ranks, or take memory
+        first = max(_slowest([_pass(copies, backward)], group))
+        passes = min(MOST_PASSES, max(LEAST_PASSES, int(VISIT / first)))
+        return _slowest([_pass(copies, backward) for _ in range(passes)], group)
+    finally:
+        engine.close()
+        del engine
+        gc.collect()  # the engine is in cycles, and its buffers may be most of the device's memory
 
 
 def _slowest(own: list[float], group: dist.ProcessGroup | None) -> list[float]:
     return [max(times) for times in zip(*gather_json(own, group), strict=True)]
 
 
-def _pass(copies: Parameters) -> float:
+def _pass(copies: Parameters, backward: float) -> float:
     """Seconds of a backward pass that gives each copy a gradient of zeros, with all sums."""
     device = copies[0][1].device
     _wait(device)
     begin = time.perf_counter()
     # Like layers of a model: the last parameter's gradient comes first.
-    values = [copy.view_as(copy) for _, copy in copies]
-    torch.autograd.backward(values, [value.new_zeros(()).expand_as(value) for value in values])
+    pace = backward / sum(copy.nbytes for _, copy in copies)
+    with torch.enable_grad():
+        values = [_Paced.apply(copy, pace * copy.nbytes) for _, copy in copies]
+        torch.autograd.backward(values, [value.new_zeros(()).expand_as(value) for value in values])
     _wait(device)
     return time.perf_counter() - begin
+
+
+class _Paced(torch.autograd.Function):
+    """Passes a parameter on; its gradient takes some seconds."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if context.seconds:
+            time.sleep(context.seconds)
+        return gradient, None
 
 
 def _wait(device: torch.device) -> None:

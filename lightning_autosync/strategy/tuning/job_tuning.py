@@ -394,6 +394,7 @@ class JobTuning:
             self._group,
             self._two_level_collectives,
             self._settings.timeout,
+            self._settings.bucket_bytes,
         )
         return replace(found, proposals=chosen)
 
@@ -410,8 +411,12 @@ class JobTuning:
             return "the plan was given"
         if tuning is None:
             return "the strategy does not tune (tuning='off')"
-        if self._device not in ("cpu", "cuda"):
-            return f"the model is on '{self._device}', and plans are chosen on 'cpu' and 'cuda' only"
+        if len({parameter.device for parameter in self._module.parameters()}) > 1:
+            return "the model is on several devices"
+        if self._device != "cpu" and not tuning.accelerators:
+            return f"the model is on '{self._device}' (tuning={{'accelerators': True}} measures plans there)"
+        if self._device != "cpu" and self._resolution is not None:
+            return f"the model is on '{self._device}', where plans are measured before the first step only"
         if nodes == 1:
             return _ONE_MACHINE
         if settings.cluster is None and not tuning.probe:

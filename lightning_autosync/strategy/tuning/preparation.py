@@ -89,11 +89,10 @@ def prepare(
         if (entry := _recall(key, settings, group)) is not None:
             return _of_entry(entry, workload, key)
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
-        if device != "cpu":
-            links = replace(links, constants=links.constants.model_copy(update={"accelerated": True}))
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
-    proposals, fault = propose(workload, links, settings, group)
+    constants = links.constants.model_copy(update={"accelerated": device != "cpu"})
+    proposals, fault = propose(workload, replace(links, constants=constants), settings, group)
     return Preparation(replace(links, fault=fault), workload, key, proposals)
 
 

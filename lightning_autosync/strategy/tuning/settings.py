@@ -25,6 +25,8 @@ class TuningSettings:
             sure.
         horizon: passes that are expected to follow a trial. A plan is tried if it is expected to gain more over these
             passes than its trial costs.
+        accelerators: whether a job on GPUs measures plans before its first step. Otherwise it trains by the backend's
+            all-reduce.
         cache: directory in which rank 0 remembers the plan for later jobs; ``default`` is the user's cache directory
             (see `TuningCache`), None remembers nothing.
 
@@ -38,13 +40,16 @@ class TuningSettings:
     warm_up: int = 10
     passes: int = 16
     horizon: int = 1000
+    accelerators: bool = False
     cache: str | None = DEFAULT_CACHE
 
     def __post_init__(self) -> None:
         least = {"search": 0.1, "warm_up": 1, "passes": 4, "horizon": 1}
         if not isinstance(self.cache, str | None):
             raise ValueError(f"tuning.cache: {self.cache!r} is not the name of a directory, 'default' or None")
-        for field in [each for each in fields(self) if each.name != "cache"]:
+        if not isinstance(self.accelerators, bool):
+            raise ValueError(f"tuning.accelerators: {self.accelerators!r} is not True or False")
+        for field in [each for each in fields(self) if each.name not in ("cache", "accelerators")]:
             value, lowest = getattr(self, field.name), least.get(field.name, 0)
             whole = field.type == "int"
             known = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
