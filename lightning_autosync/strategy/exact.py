@@ -341,8 +341,9 @@ class ExactReplica(SynchronizedPasses):
                 f"{self._settings.source}: groups: parameter '{new[0]}' was unfrozen or added, but is in no group "
                 f"({len(new)} such parameters); make the plan for the changed model, or do not give a plan"
             )
-        self._engine.changed = False
-        broadcast_tensors([parameter.data for parameter in self._parameters.accept()], self._group)
+        with self._opening_anew():
+            self._engine.changed = False
+            broadcast_tensors([parameter.data for parameter in self._parameters.accept()], self._group)
         if self._covers():
             self._weights.choose(self._planned)
         else:

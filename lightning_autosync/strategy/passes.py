@@ -113,7 +113,7 @@ class SynchronizedPasses(Replica):
 
     @contextmanager
     def _opening_anew(self) -> Iterator[None]:
-        """A context that opens another engine. After an error in it there is none, so all later passes raise."""
+        """A context that follows a change, or opens another engine. After an error in it, all later passes raise."""
         try:
             yield
         except BaseException as error:
