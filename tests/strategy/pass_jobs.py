@@ -146,13 +146,14 @@ def unplanned() -> list[str]:
     return found
 
 
-def passes_after_a_failed_opening(how: str, overlap: bool) -> list[str]:
+def passes_after_a_failed_opening(how: str, overlap: bool, fails: str = "Engine") -> list[str]:
     """How each pass's error begins under Fabric, if a layer thaws before the second one and ranks cannot connect then.
 
     Args:
         how: the passes: by ``fabric.backward``, by ``loss.backward``, or by ``loss.backward`` of an output that was
             computed before (``late``). Before the last one, the module is set up again.
         overlap: whether steps overlap; the error then comes where a parameter is read.
+        fails: what fails: the new engine, or the broadcast of new parameters before it.
     """
     fabric = make_fabric(AutoSyncFabricStrategy(plan="all_reduce", overlap="step" if overlap else None))
     layers = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
@@ -165,7 +166,7 @@ def passes_after_a_failed_opening(how: str, overlap: bool) -> list[str]:
         if step == 4:
             wrapped = fabric.setup_module(layers)
         fault = OpeningError("rank 1: no memory") if step == 1 else None
-        with mock.patch.object(exact_module, "Engine", side_effect=fault) if fault else contextlib.nullcontext():
+        with mock.patch.object(exact_module, fails, side_effect=fault) if fault else contextlib.nullcontext():
             try:
                 loss = early.pop() if how == "late" and step in (2, 3) else wrapped(torch.ones(1, 1)).sum()
                 fabric.backward(loss) if how == "fabric" else loss.backward()

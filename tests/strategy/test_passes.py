@@ -51,6 +51,14 @@ def test_passes_raise_where_ranks_could_not_connect_after_a_change(duo, how: str
             assert "OpeningError: rank 1: no memory" in error
 
 
+def test_passes_raise_where_new_parameters_could_not_be_made_equal(duo) -> None:
+    for found in duo.run(
+        pass_jobs.passes_after_a_failed_opening, how="plain", overlap=False, fails="broadcast_tensors"
+    ):
+        assert found[1] == "OpeningError: rank 1: no memory"
+        assert all(error.startswith("ExchangeError: gradients are no longer synchronized") for error in found[2:4])
+
+
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "barrier", "broadcast"])
 def test_collective_calls_of_fabric_notice_a_change_on_another_rank(duo, kind: str) -> None:
     expected = "PlanError: model: parameter 'head.bias': requires_grad is False on rank 1"
