@@ -36,7 +36,7 @@ class Candidate:
         predicted: predicted seconds of a step.
         always: whether it is tried first, also if it is predicted to be slower. DDP's plan is, so that no plan is kept
             that was measured to be slower than it. It is not tried where it would be given up soon: if `reprice` gave
-            it more than `GIVE_UP` times what the present plan takes.
+            it more than `GIVE_UP` times the time of the present plan, predicted and measured.
         native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
             do those of all others.
     """
@@ -235,7 +235,8 @@ class Tuner:
     def _worth(self, candidate: int) -> float:
         """Expected gain over the passes to come minus the expected cost of a trial, in passes of the present plan."""
         if self._candidates[candidate].always:
-            hopeless = self._repriced and self._candidates[candidate].predicted > GIVE_UP * self.usual_seconds
+            present = max(self._candidates[self.present].predicted, self.usual_seconds)
+            hopeless = self._repriced and self._candidates[candidate].predicted > GIVE_UP * present
             return -math.inf if hopeless else math.inf
         mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted)
         variance = OWN_SPREAD**2

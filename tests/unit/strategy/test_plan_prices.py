@@ -302,12 +302,14 @@ def test_the_order_of_trials_follows_what_trials_have_told() -> None:
     assert [trial.candidate for trial in tuner.trials] == [1, 3, 2]
 
 
-@pytest.mark.parametrize(("predicted", "tried"), [(1.4, [2, 1]), (1.6, [1])])
-def test_ddps_plan_is_not_tried_where_it_would_be_given_up_soon(predicted: float, tried: list[int]) -> None:
-    """Its predicted time counts beside the measured time of the present plan, which is twice the predicted one."""
+@pytest.mark.parametrize(
+    ("present", "ddp", "tried"), [(0.5, 1.4, [2, 1]), (0.5, 1.6, [1]), (2.0, 2.9, [2, 1]), (2.0, 3.1, [1])]
+)
+def test_ddps_plan_is_not_tried_where_it_would_be_given_up_soon(present: float, ddp: float, tried: list[int]) -> None:
+    """Its predicted time counts beside the time of the present plan, which is predicted to be half or twice as long."""
     candidates = [Candidate("present", 0.5), Candidate("trees", 0.49), Candidate("ddp", 0.5, True, True)]
     tuner = Tuner(candidates, warm_up=1, passes=8, priced=False)
-    tuner.reprice([0.5, 0.49, predicted])
+    tuner.reprice([present, 0.98 * present, ddp])
     drive(tuner, [1.0, 1.0, 1.4], 100)
     assert [trial.candidate for trial in tuner.trials] == tried
 
