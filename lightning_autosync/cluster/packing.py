@@ -97,12 +97,15 @@ class TreePacking:
 
 
 @lru_cache(maxsize=64)
-def pack_trees(spec: ClusterSpec) -> TreePacking:
+def pack_trees(spec: ClusterSpec, pairs: bool = True) -> TreePacking:
     """A few shallow trees that reach at least 98% of the best packing's rate, with one exception.
 
     Up to `EXACT_RANKS` ranks, they are pairs of trees where single trees do not reach that rate because links are
     asymmetric. With more ranks they are always single trees, and the best rate is that of single trees. The exception
     is more ranks that fall into classes: if 128 trees do not reach 98%, the best trees that were found are returned.
+
+    Args:
+        pairs: whether a broadcast tree may differ from its reduce tree; if not, the best rate is that of single trees.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -113,11 +116,11 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
     if spec.world_size > EXACT_RANKS and (spread := _packing_of_classes(link_graph)):
         return spread
     single = _few_trees(mirrored_packing(link_graph), link_graph)
-    if link_graph.symmetric or spec.world_size > EXACT_RANKS:
+    if link_graph.symmetric or spec.world_size > EXACT_RANKS or not pairs:
         return single
     # Single trees come first, because there are fewer of them: probed links always differ a little by direction.
-    pairs = paired_packing(link_graph)
-    return single if single.rate >= _RATE_KEPT_IN_ALL * pairs.rate else _few_trees(pairs, link_graph)
+    paired = paired_packing(link_graph)
+    return single if single.rate >= _RATE_KEPT_IN_ALL * paired.rate else _few_trees(paired, link_graph)
 
 
 def _few_trees(packing: Packing[Routed[EdgeTree]] | Packing[Routed[TreePair]], link_graph: LinkGraph) -> TreePacking:

@@ -1,11 +1,11 @@
 """Shares of the bound that the default reaches on emulated links; needs root and an idle machine, takes 8 minutes.
 
-    python -m tests.benchmarks.bound_shares [MIB ...]
+    python -m tests.benchmarks.bound_shares [MIB ...] [CLUSTER ...]
 
-Without arguments, messages of 8 and of 32 MiB on seven clusters. A step is one synchronization of one vector, without
-computation. All sizes of a cluster take turns in the same live processes. The table has, for each: the bound; the
-median of the rounds' step times; the bound divided by it, with the range over rounds; the share that the replay
-predicts; the cores that other processes kept busy; and the plan that the default takes.
+Without arguments, messages of 8 and of 32 MiB on seven clusters, which `clusters` names. A step is one synchronization
+of one vector, without computation. All sizes of a cluster take turns in the same live processes. The table has, for
+each: the bound; the median of the rounds' step times; the bound divided by it, with the range over rounds; the share
+that the replay predicts; the cores that other processes kept busy; and the plan that the default takes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ def clusters() -> Iterator[tuple[str, ClusterSpec, str]]:
     yield "star_of_five", ClusterSpec.star(rates, latency=50e-6, name="star_of_five"), "natural"
 
 
+NAMES = [name for name, _, _ in clusters()]
+
+
 @dataclass
 class Measured:
     """The default on one cluster for one size of message.
@@ -134,10 +137,13 @@ def measure(cluster: ClusterSpec, order: str, sizes: Sequence[float]) -> list[Me
 
 
 def main(*arguments: str) -> None:
-    sizes = [float(each) for each in arguments] or SIZES
+    sizes = [float(each) for each in arguments if each not in NAMES] or SIZES
+    chosen = [each for each in arguments if each in NAMES] or NAMES
     headings = ("cluster", "ranks", "MiB", "bound ms", "median ms", "of bound", "range", "predicted", "busy cores")
     table = Table(*headings, "default", title=f"{ROUNDS} rounds of {STEPS} steps, after {WARM_UP}")
     for name, cluster, order in clusters():
+        if name not in chosen:
+            continue
         for mib, one in zip(sizes, measure(cluster, order, sizes), strict=True):
             shares = [one.bound / seconds for seconds in one.times]
             row = [name, str(cluster.world_size), f"{mib:g}", f"{1e3 * one.bound:.1f}"]

@@ -82,6 +82,14 @@ def test_pairs_of_trees_reach_the_bound_of_asymmetric_links(shape: str) -> None:
     assert paired
 
 
+def test_pairs_can_be_left_out() -> None:
+    spec = asymmetric_cluster("mesh", 4, Random(3))
+    packing = pack_trees(spec, pairs=False)
+    check(spec, packing)
+    assert all(tree.broadcast is None for tree in packing.trees)
+    assert 1.5 * packing.rate < pack_trees(spec).rate
+
+
 def test_large_clusters_pack_single_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_module, "EXACT_RANKS", 4)
     spec = asymmetric_cluster("mesh", 5, Random(0))
