@@ -31,7 +31,7 @@ PROGRAMS = {
     "at exit": "import atexit; atexit.register(print, 'last'); print('first')",
     "input": "print(input())",
     "words": "import sys; print(sys.argv, __name__, file=sys.stderr)",
-    "surroundings": "import os; print(os.getcwd(), dict(os.environ), os.getsid(0) == os.getpid())",
+    "surroundings": "import os; print(os.getcwd(), dict(os.environ), os.getsid(0) == os.getpid(), os.getppid())",
 }
 
 
