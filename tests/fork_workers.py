@@ -43,6 +43,10 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
+pytest_load_initial_conftests = pytest_collection
+"""They import torch and Lightning."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     option = session.config.option

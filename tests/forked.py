@@ -45,8 +45,8 @@ FURTHER = [
     "tests.warm_replay",
 ]
 """What it imports, too, if all tests are to use it."""
-LAST = "tests.settled"
-"""What it imports at the end, when all other modules are there."""
+FIRST, LAST = "tests.unsettled", "tests.settled"
+"""What it imports at the begin, and at the end, when all other modules are there."""
 _LAUNCHERS = [
     "lightning_autosync.measure.workers.process",
     "lightning.fabric.strategies.launchers.subprocess_script",
@@ -103,7 +103,7 @@ class Popen(subprocess.Popen[Any]):
 def context() -> ForkServerContext:
     """``multiprocessing`` with processes that the server forks."""
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([*PRELOADED, LAST])
+    found.set_forkserver_preload([FIRST, *PRELOADED, LAST])
     return found
 
 
@@ -112,7 +112,7 @@ def start_server() -> None:
 
     What processes print that have no streams of their own, such as torch's warnings of lost peers, is dropped.
     """
-    context().set_forkserver_preload([*PRELOADED, *FURTHER, LAST])
+    context().set_forkserver_preload([FIRST, *PRELOADED, *FURTHER, LAST])
     nowhere, kept = os.open(os.devnull, os.O_WRONLY), [os.dup(stream) for stream in (1, 2)]
     try:
         for stream in (1, 2):

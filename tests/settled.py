@@ -47,3 +47,4 @@ for device in (torch.cuda, torch.xpu, torch.mtia):
 gc.collect()
 use_huge_pages()
 gc.freeze()
+gc.enable()

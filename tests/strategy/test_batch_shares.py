@@ -65,7 +65,7 @@ def test_a_sampler_with_random_numbers_draws_the_same_on_all_ranks(quartet) -> N
         assert first != second
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}], ids=str)
+@pytest.mark.parametrize("options", sweep([{}, {"micro_batch": 2}], [{"micro_batch": 2}]), ids=str)
 def test_logged_means_count_samples(quartet, options: dict[str, int]) -> None:
     for found in quartet.run(share_jobs.logged, **options):
         assert found["step"][0] == pytest.approx(found["step"][1])

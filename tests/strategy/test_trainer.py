@@ -52,7 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
 LONG = (
     "clipping by value", "bf16-true", "unused, accumulation", "buffers, accumulation", "activation checkpoints",
     "two optimizers, accumulation", "two optimizers, untoggled", "freezing", "tied", "64-true", "frozen",
-    "two optimizers, accumulation in place", "compiled part",
+    "two optimizers, accumulation in place", "compiled part", "sparse embedding", "buffers",
+    "reentrant activation checkpoints", "two optimizers",
 )  # fmt: skip
 
 

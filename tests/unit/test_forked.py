@@ -31,7 +31,7 @@ PROGRAMS = {
     "at exit": "import atexit; atexit.register(print, 'last'); print('first')",
     "input": "print(input())",
     "words": "import sys; print(sys.argv, __name__, file=sys.stderr)",
-    "surroundings": "import os; print(os.getcwd(), dict(os.environ), os.getsid(0) == os.getpid())",
+    "surroundings": "import os; print(os.getcwd(), dict(os.environ), os.getsid(0) == os.getpid(), os.getppid())",
 }
 
 
@@ -78,9 +78,9 @@ def test_ranks_of_trainers_and_fabrics_are_forked_unless_new_interpreters_are_as
 
 
 def test_collections_of_garbage_leave_out_what_the_server_has_imported() -> None:
-    program = "import gc, sys; print(gc.get_freeze_count(), 'torch' in sys.modules)"
-    frozen, imported = forked.run([sys.executable, "-c", program], capture_output=True).stdout.split()
-    assert imported == "True"
+    program = "import gc, sys; print(gc.get_freeze_count(), 'torch' in sys.modules, gc.isenabled())"
+    frozen, *found = forked.run([sys.executable, "-c", program], capture_output=True).stdout.split()
+    assert found == ["True", "True"]
     assert int(frozen) > 100_000
 
 
