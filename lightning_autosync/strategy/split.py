@@ -66,7 +66,7 @@ class SplitReplica(Replica):
         self.split.split()
         reduction = None
         try:
-            self._reduction = reduction = GradientReduction(self.split, _reduction_settings(settings))
+            self._reduction = reduction = GradientReduction(self.split, _reduction_settings(settings, module))
             verify(self.split, reduction, task, expected)
         except PeerLost:
             raise  # with the rank its parts are gone
@@ -141,8 +141,10 @@ class SplitReplica(Replica):
             make_whole(self.split, list(self._optimizers))
 
 
-def _reduction_settings(settings: StrategySettings) -> ReductionSettings:
+def _reduction_settings(settings: StrategySettings, module: nn.Module) -> ReductionSettings:
+    accelerated = any(parameter.device.type != "cpu" for parameter in module.parameters())
+
     def choose(workload: Workload, cluster: ClusterSpec, known: bool) -> SyncPlan:
-        return choose_plan(workload, cluster, known, settings.bucket_bytes)[0]
+        return choose_plan(workload, cluster, known, settings.bucket_bytes, accelerated=accelerated)[0]
 
     return ReductionSettings(settings.cluster, choose, settings.timeout, True, settings.check_replicas)
