@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT, connect_pairs
 from lightning_autosync.engine.inquiry import ENDED, SILENT, Inquiry, Verdict
-from lightning_autosync.engine.turns import Turns, crossed
 from lightning_autosync.engine.waiting import ANSWER_TIMEOUT, Monitor, activate, deactivate
 from lightning_autosync.errors import ExchangeError, PeerLost
 
@@ -87,9 +86,6 @@ class FailureDetector(Monitor):
         sockets: connected stream sockets by peer rank: on rank 0 to all other ranks, elsewhere to rank 0. The detector
             owns them.
         timeout: seconds that ranks wait for each other.
-
-    Attributes:
-        turns: what this rank has begun, by which ranks that wait for each other are found; None if nothing notes it.
     """
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout: float) -> None:
@@ -97,9 +93,6 @@ class FailureDetector(Monitor):
         self.timeout = timeout
         self.answer_timeout = min(ANSWER_TIMEOUT, timeout / 4)
         self.verdict: Verdict | None = None
-        self.turns: Turns | None = None
-        self._overdue: dict[int, dict[str, Any]] = {}
-        """What ranks told of their long waits, on rank 0."""
         self._known, self._said_goodbye = threading.Event(), threading.Event()
         self._inquiry = Inquiry(set(sockets), self.answer_timeout) if rank == 0 else None
         self._waits: dict[object, float] = {}
@@ -140,8 +133,6 @@ class FailureDetector(Monitor):
             raise self._error(verdict, "")
         if self._failing:
             return
-        if self.turns is not None and (wait := self.turns.overdue()) is not None:
-            self._submit(lambda: self._note_wait(wait, self.rank))
         if self._terminated is not None and time.monotonic() - self._terminated > self.answer_timeout:
             self._break_off()
             raise ExchangeError("this rank got a SIGTERM while it waited for other ranks, which did not answer in time")
@@ -326,10 +317,6 @@ class FailureDetector(Monitor):
                 self._ping_all()
             case {"verdict": [int() | None as culprit, str() as why, bool() as announced]}:
                 (self._accept if self._inquiry is None else self._tell_all)(Verdict(culprit, why, announced))
-            case {"wait": {"name": str(), "source": int() | None, "begun": dict()} as wait} if (
-                self._inquiry is not None
-            ):
-                self._note_wait(wait, rank)
             case {"broke off": _} if self._inquiry is not None:
                 self._broken_off = True
             case {"broke off": _}:
@@ -339,15 +326,6 @@ class FailureDetector(Monitor):
                 if self._inquiry is not None:
                     self._inquiry.leave(rank)
                 self._first_left = rank == 0
-
-    def _note_wait(self, wait: dict[str, Any], rank: int) -> None:
-        """Tell rank 0 of a long wait of ``rank``. It ends waits of ranks for each other."""
-        if self._inquiry is None:
-            self._connections[0].send({"wait": wait})
-            return
-        self._overdue[rank] = wait
-        if why := crossed(self._overdue):
-            self._tell_all(Verdict(None, why))
 
     def _ping_all(self) -> None:
         if self._inquiry is None:

@@ -25,7 +25,7 @@ from lightning_autosync.plan.schedule import first_parameters_first
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.overlap import WaitLog, can_overlap, defer_steps_of, make_overlap, reading_forms
-from lightning_autosync.strategy.passes import BUFFERS, PASS, SynchronizedPasses
+from lightning_autosync.strategy.passes import SynchronizedPasses
 from lightning_autosync.strategy.replica_comparison import ParameterComparison, WeightComparison, follow_rank_zero
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
@@ -172,9 +172,6 @@ class ExactReplica(SynchronizedPasses):
         if self._buffers is not None and self._engine is not None:
             if self._overlap is not None and self._buffers.due:  # a look at all modules
                 self.notice_change()
-            if self._buffers.due:
-                self._begin_turn(BUFFERS)
-                self._wait_for_turn(BUFFERS, source=0)
             with nullcontext() if self._shares is None else self._shares.waiting():
                 self._buffers.before_forward(synchronizes)
 
@@ -229,6 +226,14 @@ class ExactReplica(SynchronizedPasses):
         self.settle()
         if self._engine is not None:
             self._weights.run()
+
+    def follow_scaler(self, scaler: GradScaler | None) -> None:
+        """Tell the engine the loss scale of the next backward pass; ``scaler`` is None if the loss is not scaled."""
+        engine = self._engine
+        # Reading the scale would block on an accelerator, so it is read only if error feedback needs it.
+        if engine is not None and engine.has_residuals:
+            scales = scaler is not None and scaler.is_enabled()
+            engine.loss_scale = scaler.get_scale() if scaler is not None and scales else None
 
     @contextmanager
     def backward(self, scaler: GradScaler | None = None) -> Iterator[None]:
@@ -294,11 +299,8 @@ class ExactReplica(SynchronizedPasses):
             self._plan_anew()
 
     def _end_backward(self) -> None:
-        assert self._engine is not None
-        overlaps = self._engine.waits == "parameters" and not self._engine.changed
-        if not overlaps:
-            self._wait_for_turn(PASS)
-        if self._shares is not None:
+        if self._shares is not None and self._engine is not None:
+            overlaps = self._engine.waits == "parameters" and not self._engine.changed
             self._shares.end_backward(overlaps, steady=not self._tuning.trying)
 
     def _begin_pass(self) -> None:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
-from lightning_autosync.engine.turns import Turns
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
 from lightning_autosync.ports import PortRange, listening_within
@@ -130,7 +128,6 @@ class AutoSyncFabricStrategy(DDPStrategy):
         self._set_up = 0
         """Number of modules that were set up. Unlike those that live, it is the same on all ranks."""
         self._links: JobLinks | None = None
-        self._turns, self._numbers = Turns(), count(1)
         self._farewell: Callable[[], Any] | None = None
         self._shares: BatchShares | None = None
         self._ports = ExitStack()
@@ -151,7 +148,6 @@ class AutoSyncFabricStrategy(DDPStrategy):
         if line is not None:
             # Fabric has no hook for the end of a script.
             self._farewell = weakref.finalize(self, line.close)
-            line.turns = self._turns
         self._shares = open_shares(self._settings, self.global_rank, self.world_size, self.root_device)
 
     def setup_module(self, module: nn.Module) -> FabricModule:  # type: ignore[override]  # in place of DDP's module
@@ -170,7 +166,6 @@ class AutoSyncFabricStrategy(DDPStrategy):
         links = self._links if others else None
         replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, True, links)
         self._replicas.append(replica)
-        replica.follow_turns(self._turns, f"module {next(self._numbers)} ({type(module).__name__}) that was set up")
         if self._shares is not None:
             replica.share(self._shares)
         wrapped = FabricModule(module, replica, getattr(self.precision, "scaler", None), self._shares)

@@ -7,20 +7,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.accumulator_hooks import AccumulatorHooks
-from lightning_autosync.engine.turns import Turns
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import Replica
-
-PASS = "backward pass"
-BUFFERS = "broadcast of buffers before a forward pass"
 
 
 class SynchronizedPasses(Replica):
@@ -37,8 +31,6 @@ class SynchronizedPasses(Replica):
 
     def __init__(self) -> None:
         self._guards = AccumulatorHooks()
-        self._turns: Turns | None = None
-        self._name = ""
 
     @property
     @abstractmethod
@@ -138,32 +130,10 @@ class SynchronizedPasses(Replica):
         if self._refusal:
             raise ExchangeError(self._refusal)
 
-    def follow_scaler(self, scaler: GradScaler | None) -> None:
-        """Tell the engine the loss scale of the next backward pass; ``scaler`` is None if the loss is not scaled."""
-        engine = self._engine
-        # Reading the scale would block on an accelerator, so it is read only if error feedback needs it.
-        if engine is not None and engine.has_residuals:
-            scales = scaler is not None and scaler.is_enabled()
-            engine.loss_scale = scaler.get_scale() if scaler is not None and scales else None
-
-    def follow_turns(self, turns: Turns, name: str) -> None:
-        """Note in ``turns`` which exchanges of this module, of this name, have begun; before the first pass."""
-        self._turns, self._name = turns, name
-
-    def _begin_turn(self, exchange: str) -> None:
-        if self._turns is not None:
-            self._turns.begin(f"{exchange} of {self._name}")
-
-    def _wait_for_turn(self, exchange: str, source: int | None = None) -> None:
-        if self._turns is not None:
-            # The source of a broadcast waits, too: gloo sends nothing before the other side receives.
-            self._turns.wait(f"{exchange} of {self._name}", None if source == dist.get_rank() else source)
-
     def _begin_by_hand(self) -> None:
         """Note the begin of a pass that `backward` does not make; those after it are left to this rank."""
         self._has_synchronized = True
         self._expect(False)
-        self._begin_turn(PASS)
 
     def _expect(self, expects: bool) -> None:
         if self._engine is not None:

@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine import turns
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Compressor, compile_plan
 from lightning_autosync.strategy import agreement, resolution
@@ -480,29 +479,6 @@ def modules_in_different_orders() -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         fabric.strategy.teardown()
-    return ""
-
-
-def modules_run_in_different_orders(norm: bool, **options: Any) -> str:
-    """The error if ranks run two modules in different orders in the last step.
-
-    Args:
-        norm: whether modules have buffers, which ranks exchange before the forward pass.
-    """
-    fabric = make_fabric(AutoSyncFabricStrategy(timeout=60.0, **options))
-    kind = nn.BatchNorm1d if norm else nn.Identity
-    first, second = (fabric.setup(nn.Sequential(nn.Linear(1, 1), kind(1))) for _ in range(2))
-    inputs, begun = torch.randn(4, 1), time.monotonic()
-    with mock.patch.object(turns, "PATIENCE", 0.5):
-        try:
-            for step in range(3):
-                swaps = step == 2 and dist.get_rank() == 1
-                for wrapped in (second, first) if swaps else (first, second):
-                    fabric.backward(wrapped(inputs).sum())
-        except Exception as error:
-            return "late" if time.monotonic() - begun > 50 else f"{type(error).__name__}: {error}"
-        finally:
-            fabric.strategy.teardown()
     return ""
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jobs
 import pytest
-from shared_pool import SharedPool
 from sweeps import crossed
 
 
@@ -36,17 +33,6 @@ def test_a_module_may_be_set_up_again(duo) -> None:
 def test_modules_set_up_in_different_orders_are_refused(duo) -> None:
     told = "PlanError: model: it is a Critic on rank 1, and a Linear on rank 0; set up modules in the same order on all"
     assert all(found.startswith(told) for found in duo.run(jobs.modules_in_different_orders))
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_modules_run_in_different_orders_are_told_at_once(norm: bool) -> None:
-    exchange = "broadcast of buffers before a forward pass" if norm else "backward pass"
-    # A pool of its own, because the backend cannot go on after a call that ended with an error.
-    with SharedPool(2, [Path(__file__).parent], timeout=120.0) as own:
-        for found in own.run(jobs.modules_run_in_different_orders, norm=norm):
-            assert f"ranks 0 and 1 wait for each other: rank 0 in the {exchange} of module 1 (Sequential)" in found
-            assert f"and rank 1 in the {exchange} of module 2 (Sequential)" in found
-            assert "Run the modules in the same order on all ranks" in found
 
 
 @pytest.mark.parametrize("options", [{}, {"plan": "all_reduce"}, {"plan": "packed_trees", "overlap": "step"}])
