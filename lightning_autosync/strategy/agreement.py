@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import version
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -57,8 +53,6 @@ def _raise_failure(votes: list[dict[str, Any]], cause: Exception | None) -> None
     if not failed:
         return
     if cause is not None and len(failed) == len(votes):
-        if isinstance(cause, AutoSyncError) and all(vote["error"] == votes[0]["error"] for vote in votes):
-            _print_once(cause)
         raise cause  # every rank has its own error, with its traceback
     first = votes[failed[0]]
     where = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
@@ -66,19 +60,6 @@ def _raise_failure(votes: list[dict[str, Any]], cause: Exception | None) -> None
     if kind is None:
         raise AutoSyncError(f"on {where} only: {first['kind']}: {first['error']}") from cause
     raise kind(f"on {where} only: {first['error']}") from cause
-
-
-def _print_once(error: AutoSyncError) -> None:
-    """Let only the first rank of each host print an error that all ranks have, should it end them."""
-    if (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
-        return
-    hook, known = sys.excepthook, weakref.ref(error)
-
-    def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        if value is not known():
-            hook(kind, value, traceback)
-
-    sys.excepthook = show
 
 
 def _raise_difference(identities: list[dict[str, str]]) -> None:

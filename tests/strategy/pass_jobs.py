@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Any
 from unittest import mock
 
@@ -20,10 +19,10 @@ from torch.nn.modules import module as torch_module
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import AutoSyncError, ClusterError, OpeningError
+from lightning_autosync.errors import AutoSyncError, OpeningError
 from lightning_autosync.strategy import exact as exact_module
 from lightning_autosync.strategy import fabric as fabric_module
-from lightning_autosync.strategy import replica_comparison, resolution
+from lightning_autosync.strategy import replica_comparison
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
@@ -223,28 +222,6 @@ def overlap_after_a_trial_that_closing_ends() -> bool:
         dist.barrier()
         replica.close()
     return engine.on_launch is not None
-
-
-def printed_errors(alike: bool) -> list[str]:
-    """Kinds of errors that this rank prints, of an error of all ranks in a step, and of another one.
-
-    Args:
-        alike: whether the error has the same text on all ranks.
-    """
-    printed: list[str] = []
-    strategy = AutoSyncStrategy(cluster=ClusterSpec.uniform(3))
-    own = ClusterError(f"the cluster of rank {dist.get_rank()} is too large")
-    differing = mock.patch.object(resolution, "check_size", side_effect=own)
-    with (
-        contextlib.nullcontext() if alike else differing,
-        mock.patch.object(sys, "excepthook", lambda kind, *_: printed.append(kind.__name__)),
-    ):
-        try:
-            make_trainer(strategy).fit(models.Plain())
-        except ClusterError as error:
-            sys.excepthook(type(error), error, None)
-        sys.excepthook(MemoryError, MemoryError(), None)
-    return printed
 
 
 def failure_detector_after_a_failed_setup() -> bool:

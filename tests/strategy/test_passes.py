@@ -69,13 +69,6 @@ def test_a_failed_setup_leaves_no_hook(duo) -> None:
     assert duo.run(pass_jobs.hooks_after_a_failed_setup) == [0, 0]
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_an_error_of_all_ranks_is_printed_once(duo, alike: bool) -> None:
-    first, second = duo.run(pass_jobs.printed_errors, alike=alike)
-    assert first == ["ClusterError", "MemoryError"]
-    assert second == (["MemoryError"] if alike else first)
-
-
 def test_closing_during_a_trial_ends_the_overlap(duo) -> None:
     assert duo.run(pass_jobs.overlap_after_a_trial_that_closing_ends) == [False, False]
 
