@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, ValidationError
 
 from lightning_autosync.cli.tables import table_console
-from lightning_autosync.cluster import ClusterSpec, configuration_directory, resolve_cluster
-from lightning_autosync.documents import RESULT, Configuration, Count, describe_validation_error, is_path, read_data
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.documents import RESULT, Configuration, Count, describe_validation_error, is_path
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.plan import HybridPlan
@@ -44,7 +44,7 @@ class PredictSettings(Configuration):
         constants: file of the hosts' constants, from a probe; None uses the defaults.
         module: model for a plan that splits operators, instead of a workload.
         rates: file of rates for such a plan, from a tuning run; None uses the defaults.
-        ddp: settings of DDP to compare with; sizes of buckets make a difference. None takes ``conf/ddp/sweep.yaml``.
+        ddp: settings of DDP to compare with; sizes of buckets make a difference.
         search_seconds: maximum seconds of the search for AutoSync's choice.
         batch_size: number of samples in a batch of the data loader, whose times the workload has; with ``micro_batch``.
         micro_batch: number of samples that a rank computes at once, to predict batch shares in whole micro-batches.
@@ -58,7 +58,7 @@ class PredictSettings(Configuration):
     constants: str | None = None
     module: AnyModel | None = None
     rates: str | None = None
-    ddp: DDPSweep | None = None
+    ddp: DDPSweep = DDPSweep()
     search_seconds: Annotated[float, Field(ge=0.1)] = TuningSettings.search
     batch_size: Count | None = None
     micro_batch: Count | None = None
@@ -92,14 +92,14 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
     if is_path(settings.plan) and HybridPlan.is_in(settings.plan):
         _refuse(
             settings,
-            ("workload", "model", "arguments", "constants", "search_seconds", "batch_size", "micro_batch", "ddp"),
+            ("workload", "model", "arguments", "constants", "search_seconds", "batch_size", "micro_batch"),
             "not for a plan that splits operators",
         )
         print(_predict_hybrid(settings.plan, settings, directory), end="")
         print(f"{directory}: result.json, mesh.svg")
         return
     _refuse(settings, ("module", "rates"), "only for a plan that splits operators")
-    _refuse(settings, ("search_seconds", "ddp"), "only without plan=")
+    _refuse(settings, ("search_seconds",), "only without plan=")
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     constants = _constants(settings)
     plan = _plan(settings.plan, settings.arguments, workload, cluster)
@@ -119,9 +119,7 @@ def _predict_gain(settings: PredictSettings) -> GainResult:
     _refuse(settings, ("arguments", "module", "rates"), "only for one plan, with plan=...")
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     tuning = TuningSettings(search=settings.search_seconds)
-    tuned = read_data(configuration_directory() / "ddp" / "sweep.yaml", DocumentError)
-    ddp = settings.ddp or DDPSweep.model_validate(tuned)
-    return predict_gain(workload, cluster, _constants(settings), ddp, tuning, settings.micro_batches)
+    return predict_gain(workload, cluster, _constants(settings), settings.ddp, tuning, settings.micro_batches)
 
 
 def _print_gain(result: GainResult, directory: Path) -> None:

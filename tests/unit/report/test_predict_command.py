@@ -75,7 +75,6 @@ def test_a_plan_for_another_model_is_named(tmp_path: Path) -> None:
         ({"rates": "nowhere.yaml"}, "rates: only for a plan that splits operators"),
         ({"module": MODULE}, "module: only for a plan that splits operators"),
         ({"search_seconds": 7}, "search_seconds: only without plan="),
-        ({"ddp": {"static_graph": [True]}}, "ddp: only without plan="),
     ],
 )
 def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -93,7 +92,6 @@ def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: s
         {"batch_size": 4},
         {"micro_batch": 4},
         {"search_seconds": 7},
-        {"ddp": {"static_graph": [True]}},
     ],
 )
 def test_what_a_plan_that_splits_operators_ignores_is_refused(tmp_path: Path, ignored: dict[str, Any]) -> None:
