@@ -39,6 +39,8 @@ _SLACK = 2e-3
 """Seconds of data in flight beyond the round trip, because a busy host acknowledges late."""
 _SMALLEST_WINDOW = 64 * 1024
 """Bytes in flight of a slow connection, so that it does not wake its sender too often (see `_seconds_in_flight`)."""
+_LEAST_WINDOW = 32 * 1024
+"""Bytes in flight of the slow direction of a route at least: with few packets, it would wait for acknowledgements."""
 _MAX_PACING_RATE = 47
 """Linux's SO_MAX_PACING_RATE, which the ``socket`` module does not name."""
 _ROUND_TRIP_OFFSET, _UNKNOWN_ROUND_TRIP = 148, 2**32 - 1
@@ -314,7 +316,8 @@ def limit_queue(connection: socket.socket, rates: tuple[float, float] | None) ->
     """
     round_trip = None if rates is None else _least_round_trip(connection)
     if rates is not None and round_trip is not None:
-        window = int(rates[0] * _seconds_in_flight(*rates, round_trip))
+        segment = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+        window = max(_LEAST_WINDOW, 2 * segment, int(rates[0] * _seconds_in_flight(*rates, round_trip)))
         # The kernel silently reduces a larger window to its limit, which would underuse the route. It then does better
         # with its own automatic size.
         if window <= _largest_buffer():
@@ -326,8 +329,9 @@ def _seconds_in_flight(rate: float, back: float, round_trip: float) -> float:
 
     If one direction had more, it would delay the acknowledgements of the other one, which would then not fill its link.
     So a direction has less than `_SMALLEST_WINDOW` in flight where the way back is more than twice as fast; otherwise
-    the way back would need a long queue. (Three ranks on links of up to 1 : 4 reached 83% of their bound with
-    `_SMALLEST_WINDOW` in each direction, and 90% with equal seconds.)
+    the way back would need a long queue. If directions differ more than fourfold, the slow one has `_LEAST_WINDOW`.
+    (Three ranks on links of up to 1 : 4 reached 83% of their bound with `_SMALLEST_WINDOW` in each direction, and 90%
+    with equal seconds.)
 
     Args:
         rate, back: bytes/s of the route and of the route back.

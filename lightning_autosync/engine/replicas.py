@@ -357,25 +357,17 @@ class ParameterTracker:
 def require_equal_structures(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Compare names, shapes, dtypes, ``requires_grad`` and strides of parameters and buffers over ranks; collective.
 
-    The class of the module is compared, too: ranks may set up modules in different orders. Strides count because
-    gradients are sent in memory order.
+    Strides count because gradients are sent in memory order.
 
     Raises:
         PlanError: (on every rank) ranks have different ones; names the first.
     """
     own = _structure(shared_parameters(module), strides=True), _structure(shared_buffers(module), strides=False)
-    own_class = type(module).__qualname__
-    if len(set(gather_json(digest([own_class, *(list(facts.items()) for facts in own)]), group))) == 1:
+    if len(set(gather_json(digest([list(facts.items()) for facts in own]), group))) == 1:
         return
     for facts, kind in zip(own, ("parameter", "buffer"), strict=True):
         if found := difference(gather_json(facts, group)):
             raise PlanError(f"model: {found.replace('parameter', kind, 1)}; build the same model on every rank")
-    for rank, theirs in enumerate(classes := gather_json(own_class, group)):
-        if theirs != classes[0]:
-            raise PlanError(
-                f"model: it is a {theirs} on rank {rank}, and a {classes[0]} on rank 0; set up modules in the same "
-                "order on all ranks"
-            )
     raise PlanError("model: ranks register their parameters or buffers in different orders; use one order")
 
 

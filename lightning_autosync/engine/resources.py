@@ -251,7 +251,7 @@ class Resources:
         """Zeros [numel]; on CPUs the system provides the memory piece by piece, because 9 MB take 5 ms or more."""
         if device.type != "cpu":
             return torch.zeros(numel, dtype=dtype, device=device)
-        memory = torch.empty(numel, dtype=dtype)
+        memory = torch.empty(numel, dtype=dtype, device=device)
         for part in memory.split(_PIECE // dtype.itemsize):
             part.zero_()
             self._rest()

@@ -218,7 +218,8 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self._close()
         self._replica = None
         assert self.model is not None
-        self._settings = with_connected_interfaces(self._settings, None)
+        if self._given is None:  # a plan of the user may need each interface
+            self._settings = with_connected_interfaces(self._settings, None)
         replica = self._split_replica(trainer) or ExactReplica(
             self.model, self._data_parallel_settings(), self.num_nodes, self.num_processes, watched=True
         )

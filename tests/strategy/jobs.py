@@ -468,20 +468,6 @@ def fabric_twice() -> list[float]:
     return module.weight.grad.flatten().tolist()
 
 
-def modules_in_different_orders() -> str:
-    """The error if ranks set up two modules of one structure in different orders."""
-    fabric = make_fabric(AutoSyncFabricStrategy())
-    modules = [nn.Linear(1, 1), type("Critic", (nn.Linear,), {})(1, 1)]
-    try:
-        for module in modules if dist.get_rank() == 0 else reversed(modules):
-            fabric.setup(module)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        fabric.strategy.teardown()
-    return ""
-
-
 def modules_after_the_user_deletes_them(**options: Any) -> list[str]:
     """Which of the modules that Fabric set up live although the user deleted them, and what went wrong."""
     fabric = make_fabric(AutoSyncFabricStrategy(timeout=20.0, **options))

@@ -19,6 +19,7 @@ from lightning_autosync.measure.hosts import measured_hosts
 from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.measure.session import MeasurementSession, reason
+from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import PlanSpace
@@ -168,7 +169,11 @@ class TuningRun:
         settings = self._settings
         if settings.constants is not None or self._prior.fitted or not self._job.cluster.measured:
             return
-        constants, told = measured_hosts(session, settings.launch_kind, settings.is_paced)
+        try:
+            constants, told = measured_hosts(session, settings.launch_kind, settings.is_paced)
+        except WorkerError as error:
+            _log.warning("the hosts were not measured, so default costs are used: %s", reason(error))
+            return
         self._prior = self._prior.with_constants(self._job, constants)
         _log.info("%s", told)
 

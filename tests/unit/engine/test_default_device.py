@@ -58,3 +58,12 @@ def test_factors_of_low_rank() -> None:
     exchange._second_buffer = torch.zeros(4, device="cpu")
     exchange._draw_factors()
     assert bool(exchange._second_buffer.any())
+
+
+def test_buffers_of_gradients() -> None:
+    from lightning_autosync.engine.resources import Resources
+
+    resources = Resources.__new__(Resources)
+    resources._rest = lambda: None
+    zeros = resources._zeros(5, torch.float32, torch.device("cpu"))
+    assert zeros.tolist() == [0.0] * 5
