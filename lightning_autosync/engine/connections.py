@@ -316,8 +316,7 @@ def limit_queue(connection: socket.socket, rates: tuple[float, float] | None) ->
     """
     round_trip = None if rates is None else _least_round_trip(connection)
     if rates is not None and round_trip is not None:
-        segment = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-        window = max(_LEAST_WINDOW, 2 * segment, int(rates[0] * _seconds_in_flight(*rates, round_trip)))
+        window = max(_LEAST_WINDOW, int(rates[0] * _seconds_in_flight(*rates, round_trip)))
         # The kernel silently reduces a larger window to its limit, which would underuse the route. It then does better
         # with its own automatic size.
         if window <= _largest_buffer():

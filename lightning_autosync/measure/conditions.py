@@ -58,7 +58,7 @@ def describe_worker() -> dict[str, str | int | None]:
     }
     if torch.cuda.is_initialized():
         facts["gpu"] = torch.cuda.get_device_name()
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     algorithm = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     if algorithm.exists():
         facts["tcp_congestion_control"] = algorithm.read_text().strip()
