@@ -21,6 +21,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import BenchSettings
+from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.hosts import measured_hosts
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan
@@ -44,9 +45,16 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def searched_plan(workload: Workload, cluster: ClusterSpec, constants: dict[str, Any]) -> tuple[SyncPlan, str]:
-    """The plan with which a job begins whose links and hosts have been measured, and the predicted seconds."""
-    ranked = rank_plans(workload, cluster, constants=Constants.from_dict(constants), seconds=SEARCH)
+def searched_plan(
+    workload: Workload, cluster: ClusterSpec, constants: dict[str, Any] | None = None
+) -> tuple[SyncPlan, str]:
+    """The plan with which a job begins whose links have been measured, and the predicted seconds.
+
+    Args:
+        constants: costs of the hosts; None takes the default costs.
+    """
+    costs = Constants(cores=usable_cores()) if constants is None else Constants.from_dict(constants)
+    ranked = rank_plans(workload, cluster, constants=costs, seconds=SEARCH)
     best, native = ranked[0], next(one for one in ranked if one.origin == NATIVE)
     first = best if native.seconds > LEAST_GAIN * best.seconds else native
     return first.plan, f"{first.origin}: {first.seconds:.3g} s, {native.seconds:.3g} s with a native all-reduce"

@@ -411,14 +411,14 @@ class JobTuning:
             return "the plan was given"
         if tuning is None:
             return "the strategy does not tune (tuning='off')"
+        if nodes == 1:
+            return _ONE_MACHINE
         if len({parameter.device for parameter in self._module.parameters()}) > 1:
             return "the model is on several devices"
         if self._device != "cpu" and not tuning.accelerators:
             return f"the model is on '{self._device}' (tuning={{'accelerators': True}} measures plans there)"
         if self._device != "cpu" and self._resolution is not None:
             return f"the model is on '{self._device}', where plans are measured before the first step only"
-        if nodes == 1:
-            return _ONE_MACHINE
         if settings.cluster is None and not tuning.probe:
             return "links are neither described (cluster) nor measured (probe=0)"
         return ""
