@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from benchmarks.group_averages import compare as compare_groups
 
 from lightning_autosync.cli.converge import converge
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.lab.convergence.comparison import compare
-from lightning_autosync.lab.convergence.groups import compare as compare_groups
 from lightning_autosync.lab.convergence.result import ConvergenceResult
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.measure.emulation import netns

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from io import StringIO
 
+from benchmarks.group_averages import groups_table
 from rich.console import Console
-
-from lightning_autosync.lab.convergence.groups import groups_table
 
 
 def test_a_way_that_takes_half_the_time_has_a_speedup_of_two() -> None:

@@ -1,7 +1,9 @@
 """Compares group averages of partial reduces with those of cached gloo process groups.
 
-``python -m lightning_autosync.lab.convergence.groups`` measures both in turns between processes on this machine, over
-the loopback interface, and prints a table. With a rate, such as ``1Gbit/s``, each process is behind an emulated link.
+    python -m tests.benchmarks.group_averages [RATE]
+
+Measures both in turns between processes on this machine, over the loopback interface, and prints a table. With a rate,
+such as ``1Gbit/s``, each process is behind an emulated link (needs root).
 The speedup is gloo's time divided by the mesh's, since DDP averages no groups.
 """
 
@@ -144,6 +146,6 @@ class _GlooWay:
 
 if __name__ == "__main__":
     # Workers import functions of this module by name, which `__main__` is not. So run the imported module.
-    from lightning_autosync.lab.convergence import groups
+    from tests.benchmarks import group_averages
 
-    groups.main(*sys.argv[1:2])
+    group_averages.main(*sys.argv[1:2])
