@@ -13,7 +13,6 @@ from functools import lru_cache
 from types import MappingProxyType
 
 import numpy
-from numpy.typing import NDArray
 
 from lightning_autosync.cluster.cuts import Cut, find_cuts, one_switch_cuts
 from lightning_autosync.cluster.free_routes import channel_prices
@@ -91,9 +90,10 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
         return Limit((), exact=True)
     link_graph = LinkGraph(spec)
     exact = True
+    find_prices = channel_prices if link_graph.world_size <= EXACT_RANKS else class_prices
     if ways_up := _one_switch(spec):
         cuts = one_switch_cuts(link_graph.capacities[ways_up].tolist(), ways_up)
-    elif (of_channels := _prices(link_graph)) is not None:
+    elif (of_channels := find_prices(link_graph)) is not None:
         priced = numpy.flatnonzero(of_channels)
         cuts = [Cut.priced(link_graph, priced, of_channels[priced])]
     else:
@@ -101,11 +101,6 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
     slowest = zip(cuts[0].channels.tolist(), cuts[0].prices.tolist(), strict=True)
     prices = {link_graph.channels[index].name: price for index, price in slowest}
     return Limit(tuple(cuts), exact, MappingProxyType(prices))
-
-
-def _prices(link_graph: LinkGraph) -> NDArray[numpy.float64] | None:
-    """[channels] prices that prove the bound for two or more ranks; None if there are too many to find them."""
-    return channel_prices(link_graph) if link_graph.world_size <= EXACT_RANKS else class_prices(link_graph)
 
 
 def binding_channels(spec: ClusterSpec) -> dict[str, float]:

@@ -101,6 +101,13 @@ class Link(Record):
     latency: Seconds = 0.0
 
     @property
+    def directions(self) -> tuple[tuple[str, str, float], ...]:
+        """Source, target and bytes/s of both directions; empty if the rates are unknown."""
+        if self.bandwidth is None or self.reverse_bandwidth is None:
+            return ()
+        return (self.a, self.b, self.bandwidth), (self.b, self.a, self.reverse_bandwidth)
+
+    @property
     def emulated_latency(self) -> float:
         """Seconds by which an emulated link delays packets in each direction."""
         return self.latency if self.latency > HIDDEN_LATENCY else 0.0
@@ -260,6 +267,11 @@ class ClusterSpec(Document):
     def measured(self) -> bool:
         """Whether the rates of the links are known."""
         return all(link.bandwidth is not None for link in self.links)
+
+    @property
+    def rates(self) -> list[float]:
+        """Bytes/s of both directions of the links whose rates are known."""
+        return [rate for link in self.links for _, _, rate in link.directions]
 
     def require_measured(self) -> None:
         """Raise ``ClusterError`` unless the rates of the links are known."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.documents import Record, bytes_text, checked, counted, write_text
+from lightning_autosync.documents import Record, as_yaml, bytes_text, checked, counted, write_text
 from lightning_autosync.errors import PlanError
 from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.replay import Constants, Timeline
@@ -26,7 +26,7 @@ from lightning_autosync.report.figures.tuning import (
 )
 from lightning_autosync.report.importance import Importance, importance_of
 from lightning_autosync.report.plan_view import PlanView, message_rows
-from lightning_autosync.report.rendering import milliseconds, rate_text, render, yaml_text
+from lightning_autosync.report.rendering import milliseconds, rate_text, render
 from lightning_autosync.report.summary import bound_share, summary
 from lightning_autosync.report.timeline import TIMELINES, load_timelines, steps_picture
 from lightning_autosync.report.tuning_run import TuningRun
@@ -68,13 +68,13 @@ def _page(run: TuningRun) -> dict[str, Any]:
         "kendall": kendall(run),
         "has_bound": run.bound is not None,
         "messages": [] if view is None else list(message_rows(view)),
-        "plan_text": None if run.plan is None else yaml_text(run.plan.to_dict()),
+        "plan_text": None if run.plan is None else as_yaml(run.plan.to_dict(), width=100),
         "timelines": timelines,
         "importance": importance,
         "pictures": _pictures(run, view, timelines, importance),
         "final_rows": _final_rows(run),
         "facts": _facts(run),
-        "settings_text": yaml_text(run.result.settings),
+        "settings_text": as_yaml(run.result.settings, width=100),
         "environment": _flat(run.result.environment),
     }
 
@@ -177,8 +177,7 @@ def _facts(run: TuningRun) -> dict[str, str]:
 
 
 def _rates(run: TuningRun) -> str:
-    rates = [rate for link in run.cluster.links for rate in (link.bandwidth, link.reverse_bandwidth) if rate]
-    if not rates:
+    if not (rates := run.cluster.rates):
         return ""
     least, most = rate_text(min(rates)), rate_text(max(rates))
     return f", links of {least}" + ("" if least == most else f" to {most}")

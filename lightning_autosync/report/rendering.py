@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_autosync.documents import as_yaml
-
 
 def render(name: str, **values: Any) -> str:
     """Render the template ``name`` with ``values``. Text is escaped; a missing value is an error."""
@@ -19,11 +17,6 @@ def render(name: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template(name).render(**values)
-
-
-def yaml_text(data: Any) -> str:
-    """Plain data as YAML, in the given order."""
-    return as_yaml(data, width=100)
 
 
 def milliseconds(seconds: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -78,7 +78,7 @@ def make_cluster(settings: ClusterSettings, ranks: int | None) -> ClusterSpec:
         cluster = cluster.without_addresses()
     if settings.cluster_fastest is not None:
         cluster.require_measured()
-        fastest = max((max(rates) for rates in _rates(cluster)), default=settings.cluster_fastest)
+        fastest = max(cluster.rates, default=settings.cluster_fastest)
         cluster = cluster.scaled(settings.cluster_fastest / fastest)
     else:
         cluster = cluster.scaled(settings.cluster_scale)
@@ -92,13 +92,6 @@ def interleaved(cluster: ClusterSpec) -> ClusterSpec:
     names = [cluster.nodes[node].name for node in cluster.rank_nodes]
     half = (len(names) + 1) // 2
     return cluster.with_rank_order([names[rank // 2 + half * (rank % 2)] for rank in range(len(names))])
-
-
-def _rates(cluster: ClusterSpec) -> Iterator[tuple[float, float]]:
-    """Rates of both directions of every link with known rates."""
-    for link in cluster.links:
-        if link.bandwidth is not None and link.reverse_bandwidth is not None:
-            yield link.bandwidth, link.reverse_bandwidth
 
 
 @dataclass(frozen=True)

@@ -139,14 +139,11 @@ class Network:
 def _ports(cluster: ClusterSpec, places: tuple[str, ...]) -> Iterator[Port]:
     index_of = {name: index for index, name in enumerate(places)}
     for index, link in enumerate(cluster.links):
-        assert link.bandwidth is not None
-        assert link.reverse_bandwidth is not None
-        for side, (end, rate) in enumerate(((link.a, link.bandwidth), (link.b, link.reverse_bandwidth))):
+        for side, (end, _, rate) in enumerate(link.directions):
             address = str(FIRST_ADDRESS + 2 * index + side)
             yield Port(index_of[end], f"link{index}", address, rate, link.emulated_latency)
 
 
 def emulable(cluster: ClusterSpec, fastest: float) -> ClusterSpec:
     """The cluster as emulated links show it, slowed down so that no link exceeds ``fastest`` bytes/s."""
-    rates = [rate for link in cluster.links for rate in (link.bandwidth, link.reverse_bandwidth) if rate is not None]
-    return cluster.scaled(min(1.0, fastest / max(rates, default=1.0))).as_emulated()
+    return cluster.scaled(min(1.0, fastest / max(cluster.rates, default=1.0))).as_emulated()

@@ -37,8 +37,6 @@ def _cuts(cluster: ClusterSpec) -> Iterator[tuple[Cut, float]]:
     bridges = {frozenset(bridge) for bridge in networkx.bridges(graph)}
     ranks = {node.name: frozenset(cluster.ranks_of(index)) for index, node in enumerate(cluster.nodes)}
     for link in links:
-        assert link.bandwidth is not None
-        assert link.reverse_bandwidth is not None
         near, far = {link.a}, {link.b}
         if frozenset((link.a, link.b)) in bridges:
             graph.remove_edge(link.a, link.b)
@@ -48,8 +46,8 @@ def _cuts(cluster: ClusterSpec) -> Iterator[tuple[Cut, float]]:
             )
             graph.add_edge(link.a, link.b)
         one, other = _members(near, ranks), _members(far, ranks)
-        yield (one, other), link.bandwidth
-        yield (other, one), link.reverse_bandwidth
+        for cut, (_, _, rate) in zip(((one, other), (other, one)), link.directions, strict=True):
+            yield cut, rate
 
 
 def _members(places: set[str], ranks: dict[str, frozenset[int]]) -> frozenset[int]:
@@ -106,9 +104,7 @@ def link_rows(cluster: ClusterSpec, truth: ClusterSpec | None) -> list[dict[str,
     rows: list[dict[str, Any]] = []
     settings = settings_of(cluster, truth) if truth is not None else []
     for number, link in enumerate(cluster.links):
-        ways = (link.a, link.b, link.bandwidth), (link.b, link.a, link.reverse_bandwidth)
-        for way, (source, target, rate) in enumerate(ways):
-            assert rate is not None
+        for way, (source, target, rate) in enumerate(link.directions):
             row = {"from": source, "to": target, "rate": rate, "latency": link.latency}
             if truth is not None:
                 setting = settings[number][way]

@@ -179,10 +179,8 @@ def _draw_branch(
     parent, child = ends
     start = boxes[parent].column + (_SWITCH if parent in cluster.switches else _BOX)
     end, row = boxes[child].column, boxes[child].middle
-    for source, target, side in ((parent, child, -1), (child, parent, 1)):
-        rate = link.bandwidth if link.a == source else link.reverse_bandwidth
-        assert rate is not None
-        begin, stop = (start, end) if source == parent else (end, start)
+    for source, target, rate in link.directions:
+        side, begin, stop = (-1, start, end) if source == parent else (1, end, start)
         width, color = traffic.width(source, target), traffic.color(source, target)
         _arrow(axes, (begin, row + 0.06 * side), (stop, row + 0.06 * side), width, color)
         text = f"{traffic.label(source, target, rate)} of {rate_text(rate)}"
@@ -207,12 +205,9 @@ def _draw_graph(cluster: ClusterSpec, graph: Any, traffic: Traffic) -> Any:
         colors = traffic.color(link.a, link.b), traffic.color(link.b, link.a)
         width = max(traffic.width(link.a, link.b), traffic.width(link.b, link.a))
         axes.plot([a[0], b[0]], [a[1], b[1]], color=RED if RED in colors else BLUE, linewidth=width, zorder=1)
-        assert link.bandwidth is not None
-        assert link.reverse_bandwidth is not None
-        directions = (link.a, link.b, link.bandwidth), (link.b, link.a, link.reverse_bandwidth)
         text = "\n".join(
             f"{source} > {target}: {traffic.label(source, target, rate)} of {rate_text(rate)}"
-            for source, target, rate in directions
+            for source, target, rate in link.directions
         )
         box = {"boxstyle": "round,pad=0.25", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.9}
         x, y = (a + b) / 2

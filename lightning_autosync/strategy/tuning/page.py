@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.documents import bytes_text, counted, write_text
+from lightning_autosync.documents import as_yaml, bytes_text, counted, write_text
 from lightning_autosync.measure.traced_step import timeline_of
 from lightning_autosync.replay import Timeline
 from lightning_autosync.report.figures.cluster import cluster_picture
@@ -14,7 +14,7 @@ from lightning_autosync.report.figures.history import history_picture
 from lightning_autosync.report.figures.picture import Picture
 from lightning_autosync.report.figures.plan import plan_picture
 from lightning_autosync.report.plan_view import PlanView, message_rows
-from lightning_autosync.report.rendering import milliseconds, rate_text, render, yaml_text
+from lightning_autosync.report.rendering import milliseconds, rate_text, render
 from lightning_autosync.report.timeline import steps_picture
 from lightning_autosync.strategy.tuning.report import MeasuredSteps, TrialReport, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import computing
@@ -36,7 +36,7 @@ def write_page(report: TuningReport, path: Path) -> None:
         overlapped=measured is not None and measured.trace.overlapped,
         prediction=view.prediction,
         messages=list(message_rows(view)),
-        plan_text=yaml_text(view.plan.to_dict()),
+        plan_text=as_yaml(view.plan.to_dict(), width=100),
         has_links=bool(report.resolution.cluster.links),
         shares=list(_shares(report)),
         pictures={picture.name: picture for picture in _pictures(report, view)},
@@ -147,7 +147,6 @@ def _trial(trial: TrialReport) -> dict[str, Any]:
 
 def _facts(report: TuningReport) -> dict[str, str]:
     workload, cluster = report.resolution.workload, report.resolution.cluster
-    rates = [rate for link in cluster.links for rate in (link.bandwidth, link.reverse_bandwidth) if rate]
     facts = {
         "model": f"{workload.name}: {counted(len(workload.variables), 'parameter')}, "
         f"{bytes_text(workload.bytes)} of gradients",
@@ -155,6 +154,6 @@ def _facts(report: TuningReport) -> dict[str, str]:
         "links": "; ".join([report.links or "not needed for the choice", *report.checks]),
         "tuning": report.tuning,
     }
-    if rates:
+    if rates := cluster.rates:
         facts["rates"] = f"{rate_text(min(rates))} to {rate_text(max(rates))}"
     return facts

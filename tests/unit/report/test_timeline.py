@@ -16,8 +16,13 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import builders
 from lightning_autosync.replay import Constants, MessageSpan, Span, Timeline
 from lightning_autosync.report.predict import predict
-from lightning_autosync.report.timeline import draw_timelines, timelines_figure, write_trace
-from lightning_autosync.report.timeline_rows import MOST_ROWS, timeline_rows
+from lightning_autosync.report.timeline import (
+    MOST_ROWS,
+    draw_timelines,
+    timeline_rows,
+    timelines_figure,
+    write_trace,
+)
 from lightning_autosync.workload import Variable, Workload
 
 TIMELINE = Timeline(
