@@ -13,7 +13,7 @@ from clusters import two_interfaces
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
-from lightning_autosync.measure.emulation.traffic import bytes_on_links
+from lightning_autosync.measure.timelines import bytes_on_links
 from lightning_autosync.measure.workers import LaunchError, WorkerPool
 from lightning_autosync.plan import SyncPlan
 

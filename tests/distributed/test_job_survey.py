@@ -15,7 +15,7 @@ from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.hosts import measured_hosts
-from lightning_autosync.measure.probe.description import check_cluster
+from lightning_autosync.measure.probe import description
 from lightning_autosync.measure.probe.hosts import COSTS
 from lightning_autosync.measure.probe.table import link_rows
 from lightning_autosync.measure.workers import LaunchError, WorkerPool
@@ -76,7 +76,8 @@ def test_hosts_and_rates_of_two_nodes_are_found(two_nodes: WorkerPool) -> None:
     cluster = ClusterSpec.from_dict(found["cluster"])
     check_rates(cluster, interleaved())
     assert len({node.address for node in cluster.nodes}) == 2
-    assert check_cluster(interleaved(), cluster) == []
+    assert description.check_places(interleaved(), cluster) == []
+    assert description.check_rates(interleaved(), cluster, "by the description") == []
     assert (found["fault"], found["machines"]) == (None, 1)
 
 

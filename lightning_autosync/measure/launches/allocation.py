@@ -91,19 +91,20 @@ def open_allocation(shape: tuple[int, int] | None, parameters: Mapping[str, Any]
             "without srun, in the batch script"
         )
     for tool in ("srun", "scontrol"):
-        _require(tool)
+        require_tool(tool)
     described = [os.environ.get(name) for name in _VARIABLES]
     if all(described):
         if parameters:
             _log.warning("launch.parameters count only for a new job; this one is used: %s", ", ".join(parameters))
         yield Allocation.read(*map(str, described))
         return
-    _require("salloc")
+    require_tool("salloc")
     with _requested(salloc_options(shape, parameters)) as allocation:
         yield allocation
 
 
-def _require(tool: str) -> None:
+def require_tool(tool: str) -> None:
+    """Raise ``LaunchError`` unless a command of SLURM is installed."""
     if shutil.which(tool) is None:
         raise LaunchError(
             f"launch=slurm: '{tool}' is not installed; run this on a machine from which SLURM jobs are submitted"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError, needed_for
 from lightning_autosync.interrupts import signals_as_exceptions
 from lightning_autosync.measure.errors import LaunchError
+from lightning_autosync.measure.launches.allocation import require_tool
 
 KILL_ALL = ["--kill-on-bad-exit=1"]
 """Without this option srun lets the other tasks of a job wait for one that has failed."""
@@ -61,10 +61,7 @@ def submit(
     with needed_for("launch=slurm"):
         import submitit
     for tool in ("sbatch", "srun"):
-        if shutil.which(tool) is None:
-            raise LaunchError(
-                f"launch=slurm: '{tool}' is not installed; run this on a machine from which SLURM jobs are submitted"
-            )
+        require_tool(tool)
     try:
         executor = submitit.AutoExecutor(folder, cluster="slurm")
         shape = {"name": "autosync", "nodes": nodes, "tasks_per_node": tasks_per_node}

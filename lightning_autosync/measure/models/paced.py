@@ -48,7 +48,9 @@ class PacedModule(nn.Module):
         self._pace = _Pace()
         in_order = [workload.variable(name) for name in workload.ready_order]
         self._stages = [
-            _Stage(ready / speed, [(parameters[variable.name], _gradient(variable)) for variable in members])
+            _Stage(
+                ready / speed, [(parameters[variable.name], _KINDS[variable.kind](variable)) for variable in members]
+            )
             for ready, members in groupby(in_order, lambda v: workload.backward_time if v.ready is None else v.ready)
         ]
         self._chain: Tensor | None = None
@@ -157,10 +159,6 @@ _KINDS: dict[str, type[_Dense | _DenseRows | _SparseRows]] = {
     "row_sparse": _DenseRows,
     "sparse": _SparseRows,
 }
-
-
-def _gradient(variable: Variable) -> _Dense | _DenseRows | _SparseRows:
-    return _KINDS[variable.kind](variable)
 
 
 class _Stage:

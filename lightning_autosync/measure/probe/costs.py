@@ -24,6 +24,7 @@ from lightning_autosync.engine.transport import UP, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.models.paced import PacedModule
+from lightning_autosync.measure.probe.hosts import core_seconds
 from lightning_autosync.plan import Group, SyncPlan, compile_plan
 from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 from lightning_autosync.plan.spec import Compressor
@@ -108,12 +109,7 @@ def _mean(found: Sequence[Any]) -> Any:
 
 def _core_seconds(action: Callable[[], object], repeats: int = 7) -> float:
     """Core-seconds of this thread for an action, the median of ``repeats`` runs."""
-    times = []
-    for _ in range(repeats):
-        start = time.thread_time()
-        action()
-        times.append(time.thread_time() - start)
-    return statistics.median(times)
+    return statistics.median(core_seconds(action) for _ in range(repeats))
 
 
 def _rate(action: Callable[[], object], size: float) -> float:

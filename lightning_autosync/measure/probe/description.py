@@ -1,4 +1,9 @@
-"""Whether the description of a cluster fits what a job found (`check_cluster`), and how to correct it."""
+"""Whether the description of a cluster fits what a job found, and how to correct it.
+
+Links need not be the same. What counts is the rate at which each node sends to all others and receives from them, and
+each rack too. A link that the other nodes cannot fill is never too slow in this comparison. Neither is one that carries
+as much as one process can surely send.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +24,18 @@ _LIMITS = 0.99
 """Share of a link's rate from which on the link counts as what limits its node."""
 
 
-def check_cluster(described: ClusterSpec, seen: ClusterSpec, earlier: str = "by the description") -> list[str]:
-    """Sentences on the nodes and racks of a description that differ from what was seen; none if it fits.
-
-    Links need not be the same. What counts is the rate at which each node sends to all others and receives from them,
-    and each rack too. A link that the other nodes cannot fill is never too slow in this comparison. Neither is one that
-    carries as much as one process can surely send.
-
-    Args:
-        described: the description. Rates are compared only where both clusters have them.
-        seen: the cluster of a `JobSurvey`.
-        earlier: what a rate of ``described`` is, in sentences: "..., but 1 Gbit/s by the description."
-    """
-    return check_places(described, seen) or check_rates(described, seen, earlier)
-
-
 def check_places(described: ClusterSpec, seen: ClusterSpec) -> list[str]:
-    """Sentences on ranks that run on other nodes than a description says; arguments as for `check_cluster`."""
+    """Sentences on ranks that run on other nodes than a description says; ``seen`` is the cluster of a `JobSurvey`."""
     if described.world_size != seen.world_size:
         return [f"The description has {described.world_size} ranks, but the job has {seen.world_size}."]
     return [*_split_nodes(described, seen), *_joined_nodes(described, seen)]
 
 
 def check_rates(described: ClusterSpec, seen: ClusterSpec, earlier: str) -> list[str]:
-    """Sentences on rates that differ from a description; arguments as for `check_cluster`, on the same nodes."""
+    """Sentences on rates that differ from a description of the same nodes; none unless both clusters have rates.
+
+    ``earlier`` is what a rate of ``described`` is, in sentences: "..., but 1 Gbit/s by the description."
+    """
     if not (described.measured and seen.measured):
         return []
     return [

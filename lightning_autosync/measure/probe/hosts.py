@@ -132,7 +132,7 @@ def _small_work() -> float:
 
         times = []
         for _ in range(_ROUNDS):
-            times.append(_core_seconds(work))
+            times.append(core_seconds(work))
             time.sleep(_PAUSE)
     return statistics.median(times)
 
@@ -143,12 +143,13 @@ def _memory_rates() -> tuple[float, float]:
     size = one.numel() * one.itemsize
 
     def rate(action: Callable[[], object]) -> float:
-        return size / statistics.median(_core_seconds(action) for _ in range(_COPIES))
+        return size / statistics.median(core_seconds(action) for _ in range(_COPIES))
 
     return rate(lambda: one.copy_(other)), rate(lambda: one.add_(other))
 
 
-def _core_seconds(action: Callable[[], object]) -> float:
+def core_seconds(action: Callable[[], object]) -> float:
+    """Core-seconds of this thread for an action."""
     start = time.thread_time()
     action()
     return time.thread_time() - start

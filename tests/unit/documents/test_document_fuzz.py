@@ -268,7 +268,7 @@ NO_DOCUMENTS = {
     "lab.collection.collector": "/proc",
     "measure.conditions": "/proc and /sys",
     "learned.registry": "the package's own configuration",
-    "measure.emulation.traffic": "what tc says",
+    "measure.timelines": "what tc says",
     "relaxed.transport.handshake": "messages between ranks",
     "relaxed.transport.stream": "messages between ranks",
     "relaxed.transport.payload": "messages between ranks",

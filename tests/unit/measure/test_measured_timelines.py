@@ -12,7 +12,7 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.measure.emulation.network import Network
-from lightning_autosync.measure.emulation.traffic import busy_shares, bytes_on_links
+from lightning_autosync.measure.timelines import busy_shares, bytes_on_links
 from lightning_autosync.measure.traced_step import timeline_of
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.replay import MessageSpan, Span

@@ -6,7 +6,11 @@ import pytest
 from clusters import two_interfaces
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, shipped_clusters
-from lightning_autosync.measure.probe.description import check_cluster, with_seen_rates
+from lightning_autosync.measure.probe.description import check_places, check_rates, with_seen_rates
+
+
+def check_cluster(described: ClusterSpec, seen: ClusterSpec) -> list[str]:
+    return check_places(described, seen) or check_rates(described, seen, "by the description")
 
 
 def star(*rates: str, devices: int = 1) -> ClusterSpec:
