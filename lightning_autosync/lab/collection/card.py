@@ -108,7 +108,9 @@ def _counts(frame: Any) -> str:
         index="workload_name", columns="cluster_name", values="seconds", aggfunc="count", fill_value=0
     )
     rows = [(name, *map(str, row)) for name, row in zip(counts.index, counts.to_numpy().tolist(), strict=True)]
-    by_kind = [(kind, str(len(group)), _milliseconds(group)) for kind, group in frame.groupby("kind")]
+    by_kind = [
+        (kind, str(len(group)), f"{1e3 * group['seconds'].median():.1f}") for kind, group in frame.groupby("kind")
+    ]
     return "\n".join(
         [
             "## Pairs",
@@ -142,10 +144,6 @@ def _environments(dataset: Dataset) -> str:
     for fingerprint, facts in dataset.environments.items():
         lines.append(f"- `{fingerprint}`: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     return "\n".join([*lines, ""])
-
-
-def _milliseconds(group: Any) -> str:
-    return f"{1e3 * group['seconds'].median():.1f}"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

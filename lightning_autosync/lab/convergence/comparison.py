@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from lightning_autosync.cluster import ClusterSpec
@@ -28,7 +28,6 @@ def compare(settings: ConvergenceSettings, report: Report = silent) -> Convergen
     """Train with every method under all speeds.
 
     Args:
-        settings: settings of the comparison.
         report: told of each training.
 
     Raises:
@@ -131,59 +130,39 @@ class _Comparison:
             workload=self._workload.to_dict(),
             cluster=self._cluster.to_dict(),
             straggler={"slowdowns": [slowdown.model_dump() for slowdown in settings.speeds[speed]]},
-            budget=asdict(
-                TrainingBudget(
-                    pace=settings.pace,
-                    steps=settings.steps,
-                    limit=settings.limit,
-                    target=settings.target,
-                    patience=settings.patience,
-                    interval=settings.interval,
-                )
-            ),
+            budget=settings.model_dump(include={field.name for field in fields(TrainingBudget)}),
             rate=rate,
             momentum=settings.momentum,
             seed=seed,
             key=f"training-{self._count}",
             timeout=settings.timeout,
         )
-        run = _joined(found, name, speed, seed, rate, settings.target, load.foreign_cores())
-        run = replace(run, groups=_joined_groups(found, self._plans[name].consistency.isolation or BOUND))
+        foreign_cores = load.foreign_cores()
+        groups = _joined_groups(found, self._plans[name].consistency.isolation or BOUND)
+        measured = _joined(found, settings.target)
+        run = TrainingRun(name, speed, seed, rate, **measured, foreign_cores=foreign_cores, groups=groups)
         reached = "" if run.reached is None else f", {settings.target:g} % after {run.reached:.2f} s"
         self._report(self._count, f"{name}, {speed}, seed {seed}, rate {rate:g}: {run.final:.1f} %{reached}")
         return run
 
 
-def _joined(
-    found: list[dict[str, Any]],
-    name: str,
-    speed: str,
-    seed: int,
-    rate: float,
-    target: float | None,
-    foreign_cores: float | None,
-) -> TrainingRun:
-    """One run from the results of its ranks."""
+def _joined(found: list[dict[str, Any]], target: float | None) -> dict[str, Any]:
+    """Fields of a `TrainingRun` from the results of its ranks."""
     judged = sorted(pair for rank in found for pair in zip(rank["moments"], rank["scores"], strict=True))
     moments, scores = [moment for moment, _ in judged], [score for _, score in judged]
     steps = [rank["steps"] for rank in found]
     sent = [rank["bytes_sent"] for rank in found]
-    return TrainingRun(
-        method=name,
-        speed=speed,
-        seed=seed,
-        rate=rate,
-        final=found[0]["final"],
-        reached=None if target is None else time_to(target, moments, scores),
-        seconds=max(rank["seconds"] for rank in found),
-        steps=steps,
-        waiting=[rank["waiting"] for rank in found],
-        sent=None if None in sent else [size / max(1, count) for size, count in zip(sent, steps, strict=True)],
-        state_bytes=[rank["state_bytes"] for rank in found],
-        moments=moments,
-        scores=scores,
-        foreign_cores=foreign_cores,
-    )
+    return {
+        "final": found[0]["final"],
+        "reached": None if target is None else time_to(target, moments, scores),
+        "seconds": max(rank["seconds"] for rank in found),
+        "steps": steps,
+        "waiting": [rank["waiting"] for rank in found],
+        "sent": None if None in sent else [size / max(1, count) for size, count in zip(sent, steps, strict=True)],
+        "state_bytes": [rank["state_bytes"] for rank in found],
+        "moments": moments,
+        "scores": scores,
+    }
 
 
 def _plan(name: str, method: MethodSettings, workload: Workload, cluster: ClusterSpec) -> SyncPlan:

@@ -28,13 +28,11 @@ class SimulatedGroups:
     Attributes:
         groups: groups in the order of forming.
         steps: number of steps of each worker.
-        duration: simulated seconds.
         idle: share of the workers' time spent waiting for a group to form.
     """
 
     groups: tuple[Grouped, ...]
     steps: tuple[int, ...]
-    duration: float
     idle: float
 
     @property
@@ -75,7 +73,7 @@ def simulate(
                 waited += now - since[rank]
                 heapq.heappush(events, (now + exchange + compute[rank](), rank))
     waited += sum(now - since[rank] for rank in grouping.waiting)
-    return SimulatedGroups(tuple(formed), tuple(steps), now, waited / (now * len(compute)))
+    return SimulatedGroups(tuple(formed), tuple(steps), waited / (now * len(compute)))
 
 
 @dataclass(frozen=True)

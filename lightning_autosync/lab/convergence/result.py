@@ -119,7 +119,6 @@ class ConvergenceDocument(Result):
     """``autosync-convergence/1``: the result document of a comparison.
 
     Attributes:
-        settings: settings of the comparison, as plain data.
         emulated: whether computation and links are emulated.
         model_bytes: bytes of the model's parameters.
         all_reduce_bytes: bytes that a rank sends per step in a ring all-reduce.
@@ -152,16 +151,7 @@ class ConvergenceDocument(Result):
 
 @dataclass(frozen=True)
 class ConvergenceResult:
-    """One comparison.
-
-    Attributes:
-        settings: settings of the comparison.
-        model_bytes: bytes of the model's parameters.
-        rates: learning rate of each method.
-        runs: compared trainings.
-        tuning: trainings that chose learning rates.
-        conditions: versions, load and policies.
-    """
+    """One comparison; fields are as in `ConvergenceDocument`."""
 
     settings: ConvergenceSettings
     model_bytes: int

@@ -128,16 +128,7 @@ _TASK: TypeAdapter[Task] = TypeAdapter(AnyTask)
 
 @dataclass(frozen=True)
 class TrainingBudget:
-    """How long to train, and how fast.
-
-    Attributes:
-        pace: seconds of a step's computation, reached by sleeping; None does not sleep.
-        steps: number of steps of each worker; None trains until ``limit`` or ``target``.
-        limit: maximum seconds.
-        target: metric, in percent, at which a training without fixed steps may end.
-        patience: number of consecutive evaluations in which rank 0's own model must reach the target.
-        interval: minimum seconds between evaluations.
-    """
+    """How long to train, and how fast; fields are as in `ConvergenceSettings`."""
 
     pace: float | None
     steps: int | None

@@ -137,9 +137,10 @@ class Contest:
                 process is writing to it.
         """
         self._check_pairs()
+        settings = self._settings
         with alone(path):
-            file = run_file(path, self._settings)
-            for pair, sampler, seed in self._keys():
+            file = run_file(path, settings)
+            for pair, sampler, seed in product(settings.pairs, settings.samplers, range(settings.seeds)):
                 run = file.runs.get((pair, sampler, seed))
                 if is_new := run is None:
                     run = self.run(pair, sampler, seed)
@@ -157,9 +158,6 @@ class Contest:
                 self._world(pair)
             except DocumentError as error:
                 raise DocumentError(f"{field}: '{pair}': {error}") from None
-
-    def _keys(self) -> Iterator[Key]:
-        return product(self._settings.pairs, self._settings.samplers, range(self._settings.seeds))
 
     def run(self, pair: str, sampler: str, seed: int) -> SamplerRun:
         """Run a sampler on a pair with a seed."""

@@ -81,7 +81,8 @@ class RehearsalSettings(Configuration):
                 raise ValueError(f"pairs: expected MODEL@CLUSTER, got {pair!r}")
         if "transfer" in self.samplers and self.source is None and len(self.pairs) == 1:
             raise ValueError("source: missing; with a single pair, 'transfer' needs the pair to start from")
-        itself = next((pair for pair in self.pairs if self._transfers and self.source_of(pair) == pair), None)
+        transfers = self.source is not None or "transfer" in self.samplers
+        itself = next((pair for pair in self.pairs if transfers and self.source_of(pair) == pair), None)
         if itself is not None:
             raise ValueError(f"source: '{itself}' would start from its own study; give a pair that is not in pairs")
         try:
@@ -89,11 +90,6 @@ class RehearsalSettings(Configuration):
         except ValueError as error:
             raise ValueError(f"options: {error}") from None
         return self
-
-    @property
-    def _transfers(self) -> bool:
-        """Whether the settings name a source or the sampler ``transfer``."""
-        return self.source is not None or "transfer" in self.samplers
 
     def source_of(self, pair: str) -> str:
         """The pair from whose study ``transfer`` starts."""

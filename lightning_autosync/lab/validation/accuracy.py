@@ -121,18 +121,20 @@ class ReplayAccuracy:
 
 def by(priced: Iterable[Priced], what: Callable[[Priced], str]) -> dict[str, ReplayAccuracy]:
     """The accuracy of each part of the cases."""
-    parts: dict[str, list[Priced]] = defaultdict(list)
-    for one in priced:
-        parts[what(one)].append(one)
-    return {name: ReplayAccuracy.of(parts[name]) for name in sorted(parts)}
+    return {name: ReplayAccuracy.of(part) for name, part in sorted(_parts(priced, what).items())}
 
 
 def _pairs(priced: Sequence[Priced]) -> list[list[Priced]]:
     """The cases of each workload on each cluster with enough cases to judge their order."""
-    pairs: dict[str, list[Priced]] = defaultdict(list)
+    pairs = _parts(priced, lambda one: one.case.pair).values()
+    return [ranked for ranked in pairs if len(ranked) >= _LEAST_RANKED]
+
+
+def _parts(priced: Iterable[Priced], what: Callable[[Priced], str]) -> dict[str, list[Priced]]:
+    parts: dict[str, list[Priced]] = defaultdict(list)
     for one in priced:
-        pairs[one.case.pair].append(one)
-    return [ranked for ranked in pairs.values() if len(ranked) >= _LEAST_RANKED]
+        parts[what(one)].append(one)
+    return parts
 
 
 def _mean(taus: Sequence[float | None]) -> float | None:
@@ -147,18 +149,14 @@ def kendall_tau(measured: Sequence[float], predicted: Sequence[float]) -> float:
 
 
 class CaseResult(Record):
-    """One case: where it was measured, what its plan is, and its times.
+    """One case: where it was measured, what its plan is, and its times; see `Case` and `Priced`.
 
     Attributes:
         key: key of its measurement.
         cluster: name of the cluster.
-        family: model of the catalogue.
-        kind: how the plan was drawn.
         messages: number of the plan's groups.
         bytes: bytes of gradients.
         measured_seconds, predicted_seconds: seconds of a step.
-        measured_noise: standard error of the measured time, relative to it.
-        foreign_cores: number of cores that other processes kept busy; None if unknown.
     """
 
     key: str
