@@ -76,7 +76,6 @@ def checked_formation(environment: Any, settings: StrategySettings) -> AbstractC
 
     Args:
         environment: Lightning's ``ClusterEnvironment``, which already knows the rank of this process.
-        settings: settings of the strategy.
     """
     return checked_rendezvous(
         Rendezvous(

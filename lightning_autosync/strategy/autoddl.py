@@ -47,7 +47,7 @@ from lightning_autosync.strategy.settings import (
     reason_of_given,
 )
 from lightning_autosync.strategy.split import SplitReplica
-from lightning_autosync.strategy.trainer import FRAMEWORKS
+from lightning_autosync.strategy.trainer import kinds
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
@@ -96,6 +96,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         DocumentError: (or a subclass) a plan or cluster is wrong.
     """
 
+    strategy_name = "autoddl"
     combined_loader: type
     """The framework's ``CombinedLoader``."""
 
@@ -393,8 +394,7 @@ def _clipping(plugin: Any, replica: SplitReplica) -> Callable[[Optimizer, float]
 
 def _refuse_averaging(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
-        kinds = {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in FRAMEWORKS}
-        if not kinds.isdisjoint(_AVERAGING):
+        if not kinds(callback).isdisjoint(_AVERAGING):
             raise PlanError(
                 f"callbacks: {type(callback).__name__} averages a copy of the whole model, but each rank holds parts "
                 "of it; remove it, or train data-parallel (strategy='autosync')"

@@ -31,8 +31,6 @@ def choose_plan(
     """Choose an exact plan; returns it with one sentence that gives the reason.
 
     Args:
-        workload: the variables.
-        cluster: the cluster on which they are synchronized.
         known: whether the user described the cluster. Otherwise, or without rates, there is no prediction.
         bucket_bytes: bytes of a fused message; None for the builders' own size.
         shares_cores: whether the ranks of a node compute on the cores that move its messages.
@@ -89,7 +87,6 @@ class FormulaPlan(NamedTuple):
     """A plan whose time is known from a formula.
 
     Attributes:
-        plan: the plan.
         seconds: seconds to synchronize the dense gradients if only the links count.
         name: name of its method in sentences.
         builder: name of its builder.
@@ -107,8 +104,6 @@ def plans_by_formula(
     """The native all-reduce, and the method that suits the links best; for clusters with known rates.
 
     Args:
-        workload: the variables.
-        cluster: the cluster on which they are synchronized.
         bucket_bytes: bytes of a fused message; None for sizes that suit the links.
     """
     sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}

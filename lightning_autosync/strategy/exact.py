@@ -41,10 +41,7 @@ class ExactReplica(SynchronizedPasses):
     """Synchronizes ``module`` by a plan with a schedule; most methods are collective.
 
     Args:
-        module: the module, on its device and in its dtype.
-        settings: settings of the strategy.
-        nodes: number of nodes in the job.
-        devices: number of ranks per node.
+        module, settings, nodes, devices: as for `Replica.for_trainer`.
         group: process group of all ranks; None is the default group.
         watched: whether the strategy has a `FailureDetector` open.
         links: links of the job, if another replica has found them.

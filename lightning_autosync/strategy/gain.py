@@ -102,10 +102,8 @@ def choose_without_trials(
     A job chooses before its first step, so it knows neither the times of the computation nor the touched rows.
 
     Args:
-        workload: the parameters.
         cluster: the cluster of the job.
         constants: constants of the hosts.
-        tuning: settings of the search.
         overlaps: whether steps overlap with the next forward pass (``overlap="step"``).
     """
     unknown = {"ready": None, "rows": None}

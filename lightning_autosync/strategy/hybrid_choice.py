@@ -48,8 +48,6 @@ def choose_hybrid_plan(
         first: the model's first batch; None if there is no prediction anyway.
         cluster: the user's cluster; None if unknown.
         memory: bytes that a rank may use; None for no limit.
-        nodes: number of nodes in the job.
-        devices: number of ranks per node.
 
     Raises:
         PlanError: no plan fits into the memory.

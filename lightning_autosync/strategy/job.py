@@ -59,7 +59,6 @@ def open_mesh(found: Resolution, settings: StrategySettings, rank: int, job: Run
 
     Args:
         found: the plan and workload of all ranks.
-        settings: settings of the strategy.
         rank: rank of this process in the job.
         job: the result of `find_job`; None if the job begins.
 

@@ -16,7 +16,6 @@ class CheckedLaunch:
 
     Args:
         strategy: a strategy with a launcher.
-        settings: the settings of the strategy.
     """
 
     def __init__(self, strategy: Any, settings: StrategySettings) -> None:

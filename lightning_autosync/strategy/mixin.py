@@ -122,6 +122,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         DocumentError: (or a subclass) a plan or cluster is wrong.
     """
 
+    strategy_name = "autosync"
     model: nn.Module | None
 
     @names_class
@@ -172,6 +173,10 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         """The job to which this process returns; None if it does not."""
         self._shares: BatchShares | None = None
         self._ports = ExitStack()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: importing `lightning_autosync` registers the names."""
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

@@ -32,7 +32,6 @@ class GroupMembers(NamedTuple):
     """A rank's view of the members of its process group.
 
     Attributes:
-        rank: this rank.
         lost: returns lost members, with the reasons.
         announce: tells the other members that this rank ends with an error.
         timeout: seconds that members wait for each other.
@@ -161,7 +160,6 @@ class LossMonitor(Monitor):
 
     Args:
         what: name of the call in errors.
-        members: the members of the call.
     """
 
     def __init__(self, what: str, members: GroupMembers) -> None:
@@ -197,7 +195,6 @@ def naming_lost_ranks(what: str, members: GroupMembers) -> Iterator[None]:
 
     Args:
         what: name of the call in errors.
-        members: the members of the call.
 
     Raises:
         ExchangeError: a rank is lost, or the call failed.

@@ -33,7 +33,6 @@ from lightning_autosync.strategy.job import (
 )
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.process_group import JobMembers, refused_collectives
-from lightning_autosync.strategy.relaxed_meter import RelaxedMeter
 from lightning_autosync.strategy.resolution import resolve_together
 from lightning_autosync.strategy.schedules import estimated_epochs
 from lightning_autosync.strategy.settings import StrategySettings
@@ -49,7 +48,7 @@ from lightning_autosync.strategy.trainer import (
     put_first,
 )
 from lightning_autosync.strategy.trainer_state import TrainerProgress, TrainerStateServer, request_trainer_state
-from lightning_autosync.strategy.tuning.step_meter import StepFigures
+from lightning_autosync.strategy.tuning.step_meter import RelaxedMeter, StepFigures
 from lightning_autosync.workload import IGNORED, variable_names
 
 UNEVEN = ("partial_reduce", "asynchronous")
@@ -64,11 +63,7 @@ class RelaxedReplica(Replica):
     Between two meetings (`meet`), ranks may take different numbers of steps.
 
     Args:
-        module: the module, on its device and in its dtype.
-        settings: settings of the strategy; the plan has no schedule.
-        nodes: number of nodes in the job.
-        devices: number of ranks per node.
-        rank: rank of this process in the job.
+        module, settings, nodes, devices, rank: as for `Replica.for_trainer`; the plan has no schedule.
         job: the result of `find_job` if this rank returns to a job, otherwise None. A returning process must be alone
             in its process group.
 
@@ -154,11 +149,6 @@ class RelaxedReplica(Replica):
     @property
     def plan(self) -> SyncPlan:
         return self._resolution.plan
-
-    @property
-    def synchronizer(self) -> Synchronizer | None:
-        """The synchronizer; None before training and after `close`."""
-        return self._synchronizer
 
     @property
     def _mode(self) -> str:

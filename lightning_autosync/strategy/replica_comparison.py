@@ -27,7 +27,6 @@ class ParameterComparison:
     """Compares which parameters the ranks train.
 
     Args:
-        module: the module.
         group: the ranks; None is the default group.
 
     Attributes:
@@ -94,7 +93,6 @@ class WeightComparison:
     """Compares the weights of the ranks at regular intervals: those in the plan, and, more rarely, the frozen ones.
 
     Args:
-        module: the module.
         every: synchronized backward passes between comparisons; 0 never compares.
         group: the ranks; None is the default group.
     """

@@ -36,9 +36,7 @@ class Resolution:
     """The result for one module.
 
     Attributes:
-        workload: its parameters.
         cluster: the nodes and links of the job.
-        plan: the plan.
         schedule: the compiled plan; None if the plan has none.
         reason: why the plan was chosen.
         alternatives: plans that may be tried while training, the first of which is ``plan``; empty if none may.
@@ -87,10 +85,7 @@ def resolve(
     """Find the plan for a module and compile it, the same on every rank.
 
     Args:
-        settings: settings of the strategy.
         module: the module, on its device and in its dtype.
-        nodes: number of nodes in the job.
-        devices: number of ranks per node.
         two_level_collectives: as for `compile_plan`.
         unshared: reason why the ranks cannot share memory; see `memory_fault`.
         also: frozen parameters that the plan also covers, because they train at other times.
@@ -224,8 +219,6 @@ def check_size(cluster: ClusterSpec, nodes: int, devices: int) -> None:
 
     Args:
         cluster: the cluster that the user gave.
-        nodes: number of nodes in the job.
-        devices: number of ranks per node.
 
     Raises:
         ClusterError: it has another number of ranks.

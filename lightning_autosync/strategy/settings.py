@@ -27,7 +27,6 @@ class PlanOfFile:
     """A plan that another process has read from a file.
 
     Attributes:
-        plan: the plan.
         source: name of its file in errors.
     """
 
@@ -89,20 +88,11 @@ class StrategySettings:
         bucket_bytes: bytes of a fused message; None for the builder's own size.
         initial_buffers: whether buffers are rank 0's when training begins.
         broadcast_buffers: whether buffers follow rank 0 during training.
-        gradient_as_bucket_view: whether gradients become views of the engine's buffers, as in DDP.
-        static_graph: whether all backward passes are alike, as in DDP.
-        check_replicas: synchronized backward passes between comparisons of all ranks' weights; 0 for none.
-        scheduling: ``batch`` runs ranks that compute on CPUs under ``SCHED_BATCH``, if the system has it.
         timeout: seconds to wait for other ranks.
-        heartbeat: settings for the loss of silent ranks, under a plan without a schedule.
-        stall: seconds without progress after which the average of a group fails.
-        overlap: ``step`` lets sums of a pass travel beside the next forward pass.
-        overlap_debug: whether readers of memory whose step is due are found; see `StaleReads`.
         tuning: how the job finds its links and its plan, where the user gives no plan; None: by the cluster alone.
-        batch_shares: the share of each rank in a global batch, or ``auto``; None: the loader's batches on each rank.
-        micro_batch: number of samples that a rank computes at once with batch shares; None: all of its batch.
-        port_range: first and last port on which this rank listens; None: that of its environment, or any.
         error: fault of a file, raised when all ranks are there; None if there is none.
+
+    The other fields are arguments of `AutoSyncMixin`.
     """
 
     plan: SyncPlan | str | None = None

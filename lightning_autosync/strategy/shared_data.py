@@ -19,6 +19,7 @@ from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
 from lightning_autosync.strategy.agreement import agree
+from lightning_autosync.strategy.shares.parts import leaves
 
 _DEALER = 0
 """The rank that deals out data. Relaxed training cannot continue without rank 0 anyway."""
@@ -199,15 +200,4 @@ def _describe(batches: BatchSampler | None) -> str:
 
 def batch_size(batch: Any) -> int:
     """Number of samples in a batch: the first axis of the first tensor in it; 1 if there is no tensor."""
-    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 1)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
+    return next((len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)

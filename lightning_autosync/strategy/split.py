@@ -36,7 +36,6 @@ class SplitReplica(Replica):
     Args:
         module: the module, on its device and in its dtype, with rank 0's weights and buffers on every rank.
         plan: a plan that splits at least one operator.
-        settings: settings of the strategy.
         task: the training step by which the models are compared.
         source: name of the plan in errors.
 

@@ -78,7 +78,7 @@ def _ignore(*_: Any, **__: Any) -> None:
     pass
 
 
-FRAMEWORKS = ("lightning", "pytorch_lightning")
+_FRAMEWORKS = ("lightning", "pytorch_lightning")
 """Packages with a Trainer."""
 
 SIGNAL_CHECK = "_broadcast_sigterm_tensor"
@@ -92,7 +92,7 @@ def skip_signal_broadcast(trainer: Any) -> None:
     """
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, SIGNAL_CHECK):
-        setattr(loop, SIGNAL_CHECK, _nothing)
+        setattr(loop, SIGNAL_CHECK, _ignore)
 
 
 def handle_sigterm_locally(trainer: Any, told: Callable[[], None]) -> None:
@@ -143,7 +143,7 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
             f"'{mode}' they are not; allowed: interval 'epoch'"
         )
     for callback in trainer.callbacks:
-        if "WeightAveraging" in _kinds(callback):  # not every version of the frameworks has this class
+        if "WeightAveraging" in kinds(callback):  # not every version of the frameworks has this class
             raise PlanError(
                 f"callbacks: {type(callback).__name__} averages each rank's own weights, so under mode '{mode}' ranks "
                 "would end with different models; remove it, or use a plan that synchronizes gradients"
@@ -160,9 +160,9 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
             )
 
 
-def _kinds(callback: Any) -> set[str]:
+def kinds(callback: Any) -> set[str]:
     """The names of the frameworks' classes that a callback is an instance of."""
-    return {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in FRAMEWORKS}
+    return {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in _FRAMEWORKS}
 
 
 def check_finders(trainer: Any, mode: str) -> None:
@@ -172,7 +172,7 @@ def check_finders(trainer: Any, mode: str) -> None:
         PlanError: the Trainer has such a callback, as the one that `Tuner` adds.
     """
     for callback in trainer.callbacks:
-        if "LearningRateFinder" in _kinds(callback):
+        if "LearningRateFinder" in kinds(callback):
             raise PlanError(
                 f"callbacks: {type(callback).__name__} trains before the job does, and ranks would not meet. Under "
                 f"mode '{mode}' remove it, and find the learning rate with a plan that synchronizes gradients"
@@ -262,7 +262,3 @@ def check_rejoin(trainer: Any) -> None:
             "this rank cannot rejoin: it missed validation or checkpoints within the epoch, at which ranks wait for "
             "each other; run both at the end of epochs only (val_check_interval=1.0, no every_n_train_steps)"
         )
-
-
-def _nothing() -> None:
-    pass

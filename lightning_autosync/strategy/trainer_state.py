@@ -167,7 +167,7 @@ def describe_trainer_state(trainer: Any, facts: Mapping[str, Any]) -> bytes:
         "epoch": trainer.current_epoch,
         "callbacks": {key: state for key, state in callbacks.items() if any(state)},
         "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
-        "hyperparameters": [_hyperparameters(group) for group in _groups(trainer)],
+        "hyperparameters": [{key: group[key] for key in group if key != "params"} for group in _groups(trainer)],
         "reloaded": [getattr(*place) for place in _reloads(trainer)],
         "validates": trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
     }
@@ -275,10 +275,6 @@ def _saved(callback: Any) -> dict[str, Any]:
 
 def _groups(trainer: Any) -> list[dict[str, Any]]:
     return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _check_alike(what: str, own: int | None, others: int | None) -> None:

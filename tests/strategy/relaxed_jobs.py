@@ -140,7 +140,7 @@ class Learner(LightningModule):
         schedulers: Any = self.lr_schedulers()
         strategy: Any = self.trainer.strategy
         if isinstance(strategy, AutoSyncStrategy):
-            progress = strategy._replica.synchronizer.progress
+            progress = strategy._replica._synchronizer.progress
             self.counts = {"scheduler": schedulers.last_epoch, "progress": progress, "own": self.own_steps}
             self.counts["global"] = self.global_step
             self.counts |= {"rates": schedulers.get_last_lr(), "total": getattr(schedulers, "total_steps", None)}
@@ -317,7 +317,7 @@ def patience() -> dict[str, float]:
     class Watched(Learner):
         def on_train_epoch_start(self) -> None:
             super().on_train_epoch_start()
-            seen["stall"] = self.trainer.strategy._replica.synchronizer._average._timeout
+            seen["stall"] = self.trainer.strategy._replica._synchronizer._average._timeout
 
     strategy = AutoSyncStrategy(
         plan="partial_reduce", semantics="relaxed", heartbeat={"longest": 33.0, "interval": 0.25}, stall=17
@@ -348,7 +348,7 @@ def resume_drifting(folder: str, consistency: dict[str, Any] | str) -> dict[str,
 def position(strategy: AutoSyncStrategy) -> tuple[int, list[Tensor]]:
     """Progress and momenta of this rank."""
     momenta = [state["momentum_buffer"].clone() for state in strategy.optimizers[0].state.values()]
-    return strategy._replica.synchronizer.progress, momenta
+    return strategy._replica._synchronizer.progress, momenta
 
 
 def resume_positions(folder: str, consistency: dict[str, Any]) -> dict[str, Any]:

@@ -52,8 +52,6 @@ class AutoShares(BatchShares):
     later each pass after which shares change.
 
     Args:
-        rank: this rank.
-        ranks: number of ranks.
         device: the device of this rank.
         micro_batch: see `BatchShares`.
 

@@ -61,13 +61,11 @@ class BatchShares:
 
     Args:
         shares: the share of each rank, in any unit.
-        rank: this rank.
         micro_batch: number of samples that a rank computes at once; None: all of its batch.
 
     Attributes:
         shares: the shares of the batches that are cut now.
         history: all shares so far, for reports.
-        rank: this rank.
         unit: parts of full batches are multiples of so many samples.
         present: the present batch.
         needs_batches: whether a module has a ``loss_weight``, which takes batches.
@@ -144,7 +142,6 @@ class BatchShares:
         """Begin training under a Trainer.
 
         Args:
-            module: the user's module.
             replica: its `ExactReplica`.
             backward: makes the backward pass of the loss of a part of a batch; gradients are only accumulated.
 
@@ -255,11 +252,9 @@ class BatchShares:
         """The output of a step on ``batch``, which may be computed in parts.
 
         Args:
-            module: the user's module.
             whole: computes the output of the batch.
             prepare: does what ``whole`` does on all ranks together, before a batch that is computed in parts.
             precision: the context in which the module computes a part.
-            batch: the batch.
             *args: other arguments of the module's ``training_step``.
             **kwargs: the same, by name.
 

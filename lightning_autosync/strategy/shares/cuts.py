@@ -28,7 +28,6 @@ class Cut:
     Attributes:
         samples: number of samples of this rank. 0: it repeats a sample of another rank, which does not count.
         total: number of samples of all ranks.
-        ranks: number of ranks.
     """
 
     samples: int

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT
+from lightning_autosync.strategy.shares.parts import loss_of
 
 _SUM = 2
 """What autograd's nodes of losses call a sum: ``torch.nn.functional._Reduction``."""
@@ -34,8 +35,8 @@ def check_loss(output: Any) -> None:
     Raises:
         PlanError: the loss was made with ``reduction="sum"``.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    node = loss.grad_fn if isinstance(loss, Tensor) else None
+    loss = loss_of(output)
+    node = None if loss is None else loss.grad_fn
     while node is not None and node.name().startswith(_TRANSPARENT):
         node = node.next_functions[0][0]
     if node is None:

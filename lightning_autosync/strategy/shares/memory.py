@@ -61,7 +61,6 @@ class PartialSteps:
     of them, and not if memory ran out within the engine, which may have counted the gradient already.
 
     Args:
-        module: the user's module.
         accumulate: a context in which backward passes only accumulate gradients.
         track: begins to track whose gradients arrive.
         arrived: whether the gradient of a parameter has been accumulated since then.
@@ -115,8 +114,7 @@ class PartialSteps:
             whole: computes the output of the batch.
             compute: computes the output of a part of it.
             prepare: does what ``whole`` does on all ranks together, before a batch that is computed in parts.
-            batch: the batch.
-            samples: its number of samples.
+            samples: number of samples in the batch.
         """
         self._step = step = _Step(compute, batch, samples)
         self._collective, self._direct = "", False

@@ -35,7 +35,6 @@ class MicroBatches:
     other parts are held until then.
 
     Args:
-        module: the user's module.
         size: number of samples of a part.
         backward: makes the backward pass of the loss of a part; gradients are only accumulated.
         settle: completes steps of the optimizer that are due.
@@ -73,8 +72,7 @@ class MicroBatches:
         Args:
             compute: computes the output of a part.
             prepare: does what comes before each forward pass, on all ranks together.
-            batch: the batch.
-            samples: its number of samples.
+            samples: number of samples in the batch.
             cut: the batch, for the weight of each part.
 
         Raises:
@@ -174,8 +172,7 @@ def divided(batch: Any, samples: int, size: int, module: nn.Module | None) -> li
     """The micro-batches of a batch; see `parts_of`.
 
     Args:
-        batch: the batch.
-        samples: number of samples in it.
+        samples: number of samples in the batch.
         size: number of samples of a micro-batch.
         module: the module that may have a ``loss_weight``; None if there is none.
 

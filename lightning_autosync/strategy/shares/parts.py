@@ -68,7 +68,7 @@ def cut(value: Any, samples: int, part: slice) -> Any:
     if isinstance(value, list | tuple):
         if hasattr(value, "_fields"):
             return type(value)(*(cut(each, samples, part) for each in value))
-        if not value or any(isinstance(each, Tensor) and each.dim() for each in _leaves(value)):
+        if not value or any(isinstance(each, Tensor) and each.dim() for each in leaves(value)):
             return type(value)(cut(each, samples, part) for each in value)
         _check_entries(value, samples)
         return type(value)(value[part])
@@ -83,18 +83,18 @@ def _check_entries(value: Sequence[Any], samples: int) -> None:
     Raises:
         IndivisibleError: it has other entries, or another number of them.
     """
-    for each in _leaves(value):
+    for each in leaves(value):
         if not isinstance(each, (*_PLAIN, Tensor)):
             raise IndivisibleError(f"a value of type {type(each).__name__}")
     if len(value) != samples:
         raise IndivisibleError(f"a {type(value).__name__} of {len(value)} entries, none of which is a tensor")
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
     """The values in nested mappings, lists and tuples."""
     if isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(each)
+            yield from leaves(each)
     else:
         yield value
 

@@ -39,8 +39,6 @@ class GlobalStream(IterableDataset[Any]):
         Args:
             counts: the samples of each rank in a batch; as a function, of the number of the batch in its pass.
             total: number of samples of all ranks in a batch.
-            ranks: number of ranks.
-            rank: this rank.
         """
         self._counts, self._total, self._ranks, self._rank = counts, total, ranks, rank
 
@@ -76,7 +74,6 @@ class FixedStreamBatches(StreamBatches):
 
     Args:
         counts: samples of each rank in a global batch.
-        rank: this rank.
     """
 
     def __init__(self, counts: Sequence[int], rank: int) -> None:

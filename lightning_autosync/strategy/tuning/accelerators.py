@@ -61,7 +61,6 @@ def choose_measured(
     Args:
         proposals: plans as predicted.
         parameters: names and parameters of the module, which are not changed.
-        workload: the workload of these parameters.
         cluster: the cluster of the job, with known rates.
         group: the ranks; None is the default group.
         two_level_collectives: as for `compile_plan`.
@@ -105,7 +104,6 @@ class Measured:
     """A plan and what it was measured to take.
 
     Attributes:
-        plan: the plan.
         alone: seconds to synchronize all gradients; infinite if ranks could not open the plan.
         beside: seconds of a backward pass, with all sums, that takes as long as the backend's all-reduce needs alone;
             infinite if it was not measured.

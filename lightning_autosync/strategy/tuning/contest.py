@@ -89,7 +89,8 @@ class Contest:
         fewer = min(own, candidate)
         if fewer < min(SOON, self._most):
             return None
-        ratio, error = self.ratio, self._error()
+        ratio = self.ratio
+        error = ratio * math.hypot(*map(_relative_error, (self._own, self._candidate)))  # standard error of the ratio
         if ratio > CLEARLY_SLOWER + _CLEAR * error:
             return False
         if fewer < min(EARLY, self._most):
@@ -107,10 +108,6 @@ class Contest:
         # It is looked at once more, and not after each pass: the best of many looks would favour any plan.
         self._until = 2 * self._most
         return None
-
-    def _error(self) -> float:
-        """Standard error of the ratio."""
-        return self.ratio * math.hypot(*(_relative_error(each) for each in (self._own, self._candidate)))
 
 
 def _relative_error(seconds: Sequence[float]) -> float:

@@ -57,12 +57,7 @@ class JobTuning:
     Without tuning, the plan follows from the settings alone, and no other is tried.
 
     Args:
-        module: the module, on its device and in its dtype.
-        settings: settings of the strategy.
-        nodes: number of nodes in the job.
-        devices: number of ranks per node.
-        group: process group of all ranks; None is the default group.
-        links: links of the job, if another replica has found them.
+        module, settings, nodes, devices, group, links: as for `ExactReplica`.
 
     Attributes:
         links: the links of the job; None if they were not needed.

@@ -37,7 +37,6 @@ class Alternative:
     """A plan that could synchronize the job.
 
     Attributes:
-        plan: the plan.
         name: name for people.
         predicted: predicted seconds of its synchronization; of a step, once the computation is known.
         native: whether it is the plan of DDP.
@@ -62,7 +61,6 @@ class LiveTuner:
         opening: opens the resources of the plans. A plan for which it raises `OpeningError` on every rank is given up.
         make: makes the engine of one of the plans, which is open.
         use: lets the engine of one of the plans synchronize the following passes.
-        settings: settings of the tuning.
         group: the ranks; None is the default group.
         drift: watches whether links change after tuning; None does not.
         prices: predicts the plans anew on rank 0, with the computation of the first passes; None keeps the predictions.

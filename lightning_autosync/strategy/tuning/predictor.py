@@ -75,7 +75,6 @@ class Predictor:
 
         Args:
             workload, cluster, constants: as for `Replay`.
-            plans: the plans.
             limit: maximum seconds of CPU time.
             patience: seconds in which the reply must come.
             overlaps: whether steps overlap with the next forward pass.

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.collectives import broadcast_json, gather_json
 from lightning_autosync.engine.connections import own_address
 from lightning_autosync.plan import builders
@@ -34,7 +33,6 @@ class Preparation:
 
     Attributes:
         links: hosts and links of the job.
-        workload: parameters of the model.
         key: key of the job in the memory.
         proposals: plans that fit; None if rates are unknown, or all ranks are on one host.
         remembered: fingerprint of the plan that an earlier job found; None without one.
@@ -69,9 +67,6 @@ def prepare(
 
     Args:
         settings: settings of the strategy, with ``tuning``.
-        module: the module.
-        nodes: number of nodes in the job.
-        devices: number of ranks per node.
         group: the ranks; None is the default group.
         also: frozen parameters that plans also cover.
         links: the links, if they are known already; the memory is then not asked.
@@ -82,7 +77,11 @@ def prepare(
     """
     tuning = settings.tuning
     assert tuning is not None
-    workload = agree(lambda: checked_workload(settings, module, nodes, devices, also), _identify, group)
+    workload = agree(
+        lambda: checked_workload(settings, module, nodes, devices, also),
+        lambda found: {"the model's parameters": found.fingerprint},
+        group,
+    )
     hosts = gather_json(f"{gethostname()} {own_address()}", group)
     key = TuningKey.of(workload, hosts, device, settings.semantics, settings.bucket_bytes, settings.overlap)
     if links is None:
@@ -141,15 +140,11 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
     cache, found = settings.tuning.cache, None
     if cache is not None and dist.get_rank(group) == 0:
         entry = _memory(cache).find(key)
-        if entry is not None and _describes(settings.cluster, entry):
+        described = settings.cluster
+        if entry is not None and (described is None or described.fingerprint == entry.cluster.fingerprint):
             found = entry.to_dict()
     found = broadcast_json(found, group)
     return None if found is None else TunedPlan.from_dict(found, source="the tuning cache of rank 0")
-
-
-def _describes(cluster: ClusterSpec | None, entry: TunedPlan) -> bool:
-    """Whether the user's description, if there is one, is that of the earlier job."""
-    return cluster is None or cluster.fingerprint == entry.cluster.fingerprint
 
 
 def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey) -> Preparation:
@@ -165,7 +160,3 @@ def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey) -> Preparati
     )
     links = JobLinks(entry.cluster, Constants(), origin=f"as measured on {entry.written:%Y-%m-%d}")
     return Preparation(links, workload, key, Proposals(plans, reason), entry.plan.fingerprint, expected)
-
-
-def _identify(workload: Workload) -> dict[str, str]:
-    return {"the model's parameters": workload.fingerprint}

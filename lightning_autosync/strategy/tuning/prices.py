@@ -6,7 +6,7 @@ import math
 import statistics
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy
@@ -70,10 +70,8 @@ class PlanPrices:
     It gives up after ``limit`` seconds of CPU time, or when the reply takes too long because all cores are busy.
 
     Args:
-        workload: the parameters of the model.
         cluster: the links, with rates.
         constants: costs of the hosts.
-        plans: the plans.
         schedule: the compiled first plan, by which the measured steps were synchronized.
         limit: maximum seconds of CPU time of the predictions.
         overlaps: whether steps overlap with the next forward pass (``overlap="step"``).
@@ -101,9 +99,8 @@ class PlanPrices:
 
     def start(self, traces: Sequence[StepTrace], slowest: float) -> None:
         """Begin to predict; arguments as for `timed_workload`."""
-        job = self._guarded(lambda: self._predict(traces, slowest))
         # The thread only waits for the reply.
-        self._thread = threading.Thread(target=job, name="autosync-prices", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(traces, slowest), name="autosync-prices", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -136,18 +133,15 @@ class PlanPrices:
             raise PredictorError(f"predicted seconds are {found}")
         self._found = found
 
-    def _guarded(self, predict: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                predict()
-            except MissingPackageError:
-                pass  # the reason for the first plan says so
-            except Exception as error:  # training does not depend on it
-                if not self._stopped:
-                    warnings.warn(
-                        f"AutoSync: plans are tried in the order of their first predictions, because new ones failed: "
-                        f"{type(error).__name__}: {error}",
-                        stacklevel=1,
-                    )
-
-        return run
+    def _run(self, traces: Sequence[StepTrace], slowest: float) -> None:
+        try:
+            self._predict(traces, slowest)
+        except MissingPackageError:
+            pass  # the reason for the first plan says so
+        except Exception as error:  # training does not depend on it
+            if not self._stopped:
+                warnings.warn(
+                    f"AutoSync: plans are tried in the order of their first predictions, because new ones failed: "
+                    f"{type(error).__name__}: {error}",
+                    stacklevel=1,
+                )

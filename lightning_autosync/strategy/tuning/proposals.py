@@ -85,8 +85,6 @@ def find_links(
     Args:
         cluster: the description that the user gave, if any; it is used as it is. A warning tells rates that are far
             from those of the links, if they can be measured in three seconds.
-        nodes: number of nodes in the job.
-        devices: number of ranks per node.
         probe: maximum seconds of the measurement of links; 0 measures nothing, and takes default costs of hosts.
         timeout: seconds that ranks wait for each other.
         constants: costs of the hosts, if they are known already; None measures them.
@@ -162,9 +160,7 @@ def search_plans(
     """The plans that a job with these links considers, by prediction alone, fastest first; DDP's is among them.
 
     Args:
-        workload: the parameters.
         links: hosts and links of the job.
-        tuning: settings of the search.
         bucket_bytes: bytes of a fused message; None leaves sizes to builders and search.
         overlaps: whether steps overlap with the next forward pass (``overlap="step"``). Plans are then compared by the
             time of such a step; see `balanced_workload`.
