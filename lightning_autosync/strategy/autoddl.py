@@ -128,21 +128,9 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
                 "with AutoSyncStrategy"
             )
         self._given, self._source = _read_given(plan)
-        arguments: dict[str, Any] = {
-            "plan": self._given if isinstance(self._given, SyncPlan) else None,
-            "semantics": "exact",
-            "cluster": cluster,
-            "scheduling": scheduling,
-            "bucket_cap_mb": bucket_cap_mb,
-            "broadcast_buffers": broadcast_buffers,
-            "forward_sync_buffers": None,
-            "gradient_as_bucket_view": False,
-            "static_graph": False,
-            "check_replicas": check_replicas,
-            "port_range": port_range,
-            "timeout": timeout,
-        }
-        settings, launch = read_settings(arguments)
+        absent = {"forward_sync_buffers": None, "gradient_as_bucket_view": False, "static_graph": False}
+        gradients = self._given if isinstance(self._given, SyncPlan) else None
+        settings, launch = read_settings({**locals(), **absent, "plan": gradients, "semantics": "exact"})
         # Skips AutoSyncMixin's constructor, whose arguments are for DDPStrategy. ModelParallelStrategy takes no
         # accelerator, devices or plugins, so these are set as attributes.
         super(AutoSyncMixin, self).__init__(
@@ -154,11 +142,6 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self.cluster_environment, self.checkpoint_io = cluster_environment, checkpoint_io
         self.precision_plugin = precision_plugin
         self._settings: StrategySettings = settings
-        self._replica_class = ExactReplica
-        self._replica = None
-        self._failure_detector = None
-        self._job = None
-        self._shares = None
         self._ports = ExitStack()
         self._memory = None if memory is None else _read_memory(memory)
         self._resumed_from: Path | None = None

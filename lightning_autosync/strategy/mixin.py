@@ -124,6 +124,12 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
 
     strategy_name = "autosync"
     model: nn.Module | None
+    _replica_class: type[Replica] = ExactReplica
+    _replica: Replica | None = None
+    _failure_detector: FailureDetector | None = None
+    _job: RunningJob | None = None
+    """The job to which this process returns; None if it does not."""
+    _shares: BatchShares | None = None
 
     @names_class
     def __init__(
@@ -166,12 +172,8 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         self._settings: StrategySettings = settings
         if not settings.scheduled:  # late, because few plans need all that this imports
             from lightning_autosync.strategy.relaxed import RelaxedReplica
-        self._replica_class: type[Replica] = ExactReplica if settings.scheduled else RelaxedReplica
-        self._replica: Replica | None = None
-        self._failure_detector: FailureDetector | None = None
-        self._job: RunningJob | None = None
-        """The job to which this process returns; None if it does not."""
-        self._shares: BatchShares | None = None
+
+            self._replica_class = RelaxedReplica
         self._ports = ExitStack()
 
     @classmethod
