@@ -19,7 +19,7 @@ from lightning_autosync.ports import PortRange, listening_within
 from lightning_autosync.strategy.agreement import checked_formation, compare_ranks
 from lightning_autosync.strategy.base import Replica, SynchronizedModule, accumulation
 from lightning_autosync.strategy.checkpoint import KEY
-from lightning_autosync.strategy.collectives import CollectiveCalls
+from lightning_autosync.strategy.collectives import CollectiveCalls, ReplicaViews
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.launching import CheckedLaunch
@@ -53,7 +53,6 @@ from lightning_autosync.strategy.trainer import (
     skip_signal_broadcast,
 )
 from lightning_autosync.strategy.tuning.settings import TuningArgument
-from lightning_autosync.strategy.views import ReplicaViews
 
 
 class AutoSyncMixin(ReplicaViews, CollectiveCalls):
