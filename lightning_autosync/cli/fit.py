@@ -122,7 +122,6 @@ def _start(settings: FitSettings, cores: set[float]) -> tuple[LearnedEstimator |
     """The simulator to train further, if there is one, and the constants for all simulators.
 
     Args:
-        settings: settings of the fit.
         cores: numbers of cores that ranks shared when the samples were measured.
 
     Raises:

@@ -7,19 +7,6 @@ reported as one error that names the file and the field.
 from __future__ import annotations
 
 from lightning_autosync.documents.descriptions import describe_validation_error
-from lightning_autosync.documents.field_lines import naming_lines
-from lightning_autosync.documents.fields import (
-    LARGEST,
-    LEAST,
-    LONGEST,
-    Count,
-    Duration,
-    Index,
-    Integer,
-    Metric,
-    PositiveDuration,
-    TimeOffset,
-)
 from lightning_autosync.documents.files import (
     append_lines,
     as_yaml,
@@ -30,16 +17,33 @@ from lightning_autosync.documents.files import (
     write_text,
     writing,
 )
-from lightning_autosync.documents.labels import short_labels
 from lightning_autosync.documents.limits import MOST_BYTES, MOST_NODES
-from lightning_autosync.documents.reading import SUFFIXES, is_path, parse_json, read_data, read_text, whole_lines
+from lightning_autosync.documents.reading import (
+    SUFFIXES,
+    is_path,
+    naming_lines,
+    parse_json,
+    read_data,
+    read_text,
+    whole_lines,
+)
 from lightning_autosync.documents.records import (
+    LARGEST,
+    LEAST,
+    LONGEST,
     PLAIN,
     RESULT,
     Configuration,
+    Count,
     Document,
+    Duration,
+    Index,
+    Integer,
+    Metric,
+    PositiveDuration,
     Record,
     Result,
+    TimeOffset,
     check_format,
     checked,
     result_figures,
@@ -52,6 +56,7 @@ from lightning_autosync.documents.text import (
     digest,
     digest_text,
     seconds_text,
+    short_labels,
     shortened,
     shown,
 )

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Hashable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from lightning_autosync.documents.descriptions import describe_validation_error
-from lightning_autosync.documents.field_lines import naming_lines
 from lightning_autosync.documents.files import write_data, write_text
-from lightning_autosync.documents.reading import read_data
+from lightning_autosync.documents.reading import naming_lines, read_data
 from lightning_autosync.documents.text import digest, shown
 from lightning_autosync.errors import DocumentError
 
@@ -26,6 +36,31 @@ RecordType = TypeVar("RecordType", bound="Record")
 ConfigurationType = TypeVar("ConfigurationType", bound="Configuration")
 RESULT = "result.json"
 """Name of the file that a command writes its result to."""
+
+
+LEAST, LONGEST = 1e-12, 1e9
+"""Smallest and largest measured time in seconds."""
+LARGEST = 2**53
+"""Largest integer in a document: above it, floats cannot represent every integer."""
+Integer = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST)]
+"""An integer; ``true`` and ``\"2\"`` are refused."""
+Index = Annotated[Integer, Field(ge=0)]
+"""An integer of at least 0."""
+Count = Annotated[Integer, Field(gt=0)]
+"""An integer of at least 1."""
+PositiveDuration = Annotated[float, Field(ge=LEAST, le=LONGEST)]
+"""Measured seconds above zero."""
+Duration = Annotated[float, Field(ge=0, le=LONGEST)]
+"""Measured seconds, possibly zero."""
+TimeOffset = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
+"""Seconds since a reference time, possibly negative."""
+Metric = Annotated[
+    float,
+    Field(allow_inf_nan=True),
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None, when_used="json"),
+]
+"""A number that a training that diverged does not have: NaN here, and null in a file, because JSON has no NaN."""
 
 
 class Record(BaseModel):

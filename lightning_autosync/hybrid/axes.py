@@ -184,15 +184,11 @@ def _expanded(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...
     return axes.moved(lambda axis: axis + shift)
 
 
-def _along(position: int = 1, name: str = "dim") -> Rule:
+def _along(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
     """The rule of an operation that needs all elements along an axis and keeps the axis."""
-
-    def rule(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
-        axes, shape = operands[0]
-        dim = _argument(node, position, name, -1)
-        return axes.without_features() if axes.features == dim % len(shape) else axes
-
-    return rule
+    axes, shape = operands[0]
+    dim = _argument(node, 1, "dim", -1)
+    return axes.without_features() if axes.features == dim % len(shape) else axes
 
 
 def _selected(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
@@ -271,7 +267,7 @@ _SAME = frozenset(
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), _viewed),
     **dict.fromkeys(("matmul", "bmm"), _multiplied),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _along()),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _along),
     **dict.fromkeys(("mean", "sum"), _reduced),
     **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), _split),
     **dict.fromkeys(("cat", "concat", "concatenate"), _joined),

@@ -115,7 +115,6 @@ class Operator:
         units: number of equal pieces into which the features of the output may be cut.
         parts: number of results that follow each other along the output features, each of which is cut by itself.
         heads: number of heads of an attention; otherwise 1.
-        work: work of the operator itself.
         after: work of the following operations outside of operators, in the layout that the operator hands on.
     """
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import networkx
 import numpy
 from numpy.typing import NDArray
 
@@ -83,21 +82,21 @@ class Links:
         if size == 1:
             return Pace(0.0, 0.0, 0.0)
         sources, targets = groups.ravel(), numpy.roll(groups, -1, axis=1).ravel()
-        if self._below is None:
+        if self._tree is None:
             return self._routed(groups, list(zip(sources.tolist(), targets.tolist(), strict=True)))
-        below = self._below
+        below, channels = self._tree
         up = (below[:, sources] & ~below[:, targets]).sum(axis=1)
         down = (below[:, targets] & ~below[:, sources]).sum(axis=1)
         inside = below[:, groups].sum(axis=2)
         across = (inside * (size - inside)).sum(axis=1) / (size - 1)
-        seconds = numpy.array([channel.latency for channel in self._topology.channels[::2]])
+        seconds = numpy.array([self._topology.channels[channel].latency for channel in channels])
         latency = float(((below[:, sources] ^ below[:, targets]) * seconds[:, None]).sum(axis=0).max())
-        return Pace(self._slowest(up, down), self._slowest(across, across), latency)
-
-    def _slowest(self, up: NDArray[numpy.float64], down: NDArray[numpy.float64]) -> float:
-        """Seconds per byte, for transfers up from below each link and down to below it."""
-        away, toward = self._sides
-        return float(max((up / away).max(initial=0.0), (down / toward).max(initial=0.0)))
+        away, toward = self._capacities[channels], self._capacities[channels ^ 1]
+        ring, spread = (
+            float(max((ups / away).max(initial=0.0), (downs / toward).max(initial=0.0)))
+            for ups, downs in ((up, down), (across, across))
+        )
+        return Pace(ring, spread, latency)
 
     def _routed(self, groups: NDArray[numpy.int64], ring: list[tuple[int, int]]) -> Pace:
         """The pace if links form loops: transfers take the routes of the link graph."""
@@ -109,36 +108,17 @@ class Links:
         return Pace(ring_seconds, spread_seconds, latency)
 
     @cached_property
-    def _below(self) -> NDArray[numpy.bool_] | None:
-        """[links, ranks] whether a rank is below a link, seen from a root of the tree; None if links form loops."""
-        graph = self._graph
-        if graph.number_of_edges() != graph.number_of_nodes() - 1:
+    def _tree(self) -> tuple[NDArray[numpy.bool_], NDArray[numpy.int32]] | None:
+        """[links, ranks] whether a rank is below a link, seen from the root, and [links] the channel upwards.
+
+        None if links form loops.
+        """
+        tree = self._topology.trees[0]
+        if tree is None:
             return None
-        below = numpy.zeros((graph.number_of_edges(), self.cluster.world_size), dtype=bool)
-        root = next(iter(graph))
-        parents = networkx.predecessor(graph, root)
-        for rank, place in enumerate(self._topology.ends):
-            while place != root:
-                above = parents[place][0]
-                below[graph.edges[place, above]["link"], rank] = True
-                place = above
-        return below
-
-    @cached_property
-    def _sides(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
-        """[links] bytes/s from below each link upwards, and downwards."""
-        root = next(iter(self._graph))
-        parents = networkx.predecessor(self._graph, root)
-        away, toward = self._capacities[::2].copy(), self._capacities[1::2].copy()
-        for link, channel in enumerate(self._topology.channels[::2]):
-            if channel.source in parents[channel.target]:
-                away[link], toward[link] = toward[link], away[link]
-        return away, toward
-
-    @cached_property
-    def _graph(self) -> networkx.Graph:
-        graph = networkx.Graph()
-        graph.add_nodes_from(self._topology.ends)
-        for link, channel in enumerate(self._topology.channels[::2]):
-            graph.add_edge(channel.source, channel.target, link=link)
-        return graph
+        below = numpy.zeros((len(tree.above), self.cluster.world_size), dtype=bool)
+        for rank, place in enumerate(tree.ends):
+            while tree.above[place] >= 0:
+                below[place, rank] = True
+                place = tree.above[place]
+        return below[1:], tree.channel_up[1:]  # the root comes first

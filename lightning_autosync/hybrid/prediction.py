@@ -1,9 +1,11 @@
-"""The predicted costs of a plan: seconds of a step, bytes that each rank sends, and memory."""
+"""The predicted costs of a plan: seconds of a step, bytes that each rank sends, and memory in the course of a step."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Annotated, Literal
 
 import numpy
@@ -36,7 +38,6 @@ from lightning_autosync.hybrid.cost import (
 from lightning_autosync.hybrid.execution.functions.operands import unify
 from lightning_autosync.hybrid.execution.layouts import Layout as Placement
 from lightning_autosync.hybrid.graph import INPUT, Edge, Graph, Operator, Value
-from lightning_autosync.hybrid.memory import MemoryStage, peak_bytes
 from lightning_autosync.hybrid.mesh import Links
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.pricing import Pricing
@@ -256,3 +257,37 @@ def handed_on(operator: Operator, layer: LayerPlan) -> States:
     """The states in which a layer hands on its output."""
     asked = layer.output or (None,) * len(layer.signature)
     return tuple(operator.rules[name].handed_on(want) for name, want in zip(layer.signature, asked, strict=True))
+
+
+@dataclass(frozen=True)
+class MemoryStage:
+    """The memory of one stage of the forward pass and of the same stage of the backward pass.
+
+    Attributes:
+        kept: bytes of results that are held from here until the backward pass has come back here.
+        gradients: bytes of parameters' gradients that the backward pass makes here, and that stay.
+        forward: bytes that are held only while this is computed in the forward pass.
+        backward: the same in the backward pass.
+    """
+
+    kept: float = 0.0
+    gradients: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+def peak_bytes(stages: Sequence[MemoryStage]) -> float:
+    """The most bytes that are held at once; gradients of the step before are gone.
+
+    Args:
+        stages: of a step, in the order of the forward pass.
+    """
+    kept = list(accumulate((stage.kept for stage in stages), initial=0.0))
+    made = list(accumulate((stage.gradients for stage in reversed(stages)), initial=0.0))[::-1]
+    forward = (before + stage.kept + stage.forward for before, stage in zip(kept, stages, strict=False))
+    # In the backward pass a stage's gradients are there before what it kept is gone.
+    backward = (
+        before + stage.kept + made[place] + stage.backward
+        for place, (before, stage) in enumerate(zip(kept, stages, strict=False))
+    )
+    return max(made[0], *forward, *backward) if stages else 0.0

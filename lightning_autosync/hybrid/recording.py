@@ -27,7 +27,6 @@ class Call:
     """One call of an operator.
 
     Attributes:
-        path: path of its module.
         inputs: its tensor arguments.
         output: the tensor that it returned, or the first of several.
         work: work inside of the call.

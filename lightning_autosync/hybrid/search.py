@@ -87,7 +87,6 @@ def search(
         starts: number of random starts of the descent on each mesh. Further starts are data parallelism, the Megatron
             scheme and the best plan without overlap.
         keep: largest number of returned plans.
-        seed: seed of the random starts.
         meshes: shapes of the meshes to try; None tries all with up to three dimensions.
 
     Raises:

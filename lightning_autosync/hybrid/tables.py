@@ -37,7 +37,6 @@ class Tables:
     Choices are numbered: first the signatures of layers, then the layouts of values.
 
     Attributes:
-        costs: costs of operators on the mesh.
         signatures: for each choice of a signature, its alternatives.
         layouts: alternatives of every choice of a layout.
         alone: for each choice, its own costs [alternatives, COSTS].

@@ -89,7 +89,6 @@ class LearnedEstimator:
         training: settings of the first `fit`.
         tuning: settings of `fit` after an earlier fit or a load. By default only the heads are trained, which takes
             about a second for some hundred samples.
-        seed: seed of the initial weights and of the order of the samples.
 
     Raises:
         SimulatorError: there is no such kind, or the sizes are wrong.

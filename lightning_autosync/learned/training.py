@@ -79,9 +79,7 @@ def train(
 
     Args:
         network: the network; training continues from its weights.
-        examples: the examples to learn from.
         settings: training settings.
-        seed: seed of the order of the samples.
         validation: examples whose loss chooses the best epoch, or the initial network if no epoch improves on it. None
             keeps the last epoch.
 

@@ -236,7 +236,6 @@ def first_parameters_first(schedule: Schedule, order: Sequence[str]) -> Schedule
     A schedule whose plan sets priorities is returned as it is.
 
     Args:
-        schedule: the schedule.
         order: names of all its parameters, in the order in which the forward pass needs them.
     """
     if any(message.priority for message in schedule.messages):

@@ -83,7 +83,6 @@ class ServerLayout:
     Attributes:
         workers: number of worker ranks, which come first.
         servers: number of server-only ranks, which follow the workers.
-        shards: the shards.
         local_aggregation: whether the workers of a node push one sum together and pull once.
     """
 
@@ -100,10 +99,6 @@ class ServerLayout:
     def of(self, owner: int) -> tuple[Shard, ...]:
         """The shards of one server, in layout order."""
         return tuple(shard for shard in self.shards if shard.owner == owner)
-
-    def remote_bytes(self, rank: int) -> int:
-        """Bytes that ``rank`` pushes in a step, and also pulls, if every row of every table is touched."""
-        return sum(shard.bytes for shard in self.shards if shard.owner != rank)
 
     @property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""A worker that averages its model within groups: the base of partial reduce and periodic averaging."""
+"""Workers that average their models within groups: the base, and partial reduce."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_autosync.engine.replicas import bit_sum
 from lightning_autosync.errors import ExchangeError, GroupBroken, PeerLost
+from lightning_autosync.plan import Consistency
 from lightning_autosync.relaxed.base import Drain, Synchronizer
 from lightning_autosync.relaxed.controller import RANK, Controller, ControllerClient
 from lightning_autosync.relaxed.coordinator import Coordinator
 from lightning_autosync.relaxed.group_average import GroupAverage
+from lightning_autosync.relaxed.grouping import Grouping
 from lightning_autosync.relaxed.model_state import (
     DonatedOptimizer,
     FlatView,
@@ -307,7 +309,7 @@ class AveragingWorker(Synchronizer):
 
     def _donate(self, takers: list[list[int]], steps_back: int) -> None:
         facts, extra = self._rejoin_state(steps_back)
-        optimizer = self._packed_optimizer().parts
+        optimizer = self._packed_optimizer()
         # The optimizer's payload comes first, because it must be aligned.
         parts = [*optimizer, *model_bytes([*self._model.all, *extra])]
         size = payload_size(as_bytes(optimizer))
@@ -335,3 +337,37 @@ class AveragingWorker(Synchronizer):
         self._donated = DonatedOptimizer.found(donor, mail.payload[:size])
         self._iteration = mail.header["iteration"]
         self._load_rejoin_state(mail.header["facts"])
+
+
+class PartialReduce(AveragingWorker):
+    """A worker of a partial reduce: after each step, it averages its model with a few other workers that are ready.
+
+    It follows "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce" (SIGMOD 2021), with the
+    group generation of SDPipe (VLDB 2023).
+
+    Args:
+        mesh: connects the workers, which are all its ranks; owned by the caller.
+        settings: a consistency of mode ``partial_reduce``.
+        model, timeout, stall: as of `AveragingWorker`.
+    """
+
+    def __init__(
+        self, mesh: Mesh, model: ModelTensors, settings: Consistency, *, timeout: float = 1800.0, stall: float = 60.0
+    ) -> None:
+        coordinator = None
+        if mesh.rank == RANK:
+            dynamic = settings.weighting == "dynamic"
+            grouping = Grouping.of(settings)
+            coordinator = Coordinator(mesh.size, grouping, dynamic=dynamic, timeout=timeout)
+        super().__init__(mesh, model, coordinator, timeout, stall, settings.momentum == "average")
+
+    def step(self, optimizer: Optimizer, samples: int) -> None:
+        self._step_locally(optimizer, samples)
+        facts = self._momentum_facts(self._model.parameters)
+        slots = self._momenta(self._model.parameters, facts.get("averages", []))
+        view = FlatView([*self._model.parameters, *slots])
+        flat = view.pack()
+        group, average = self._average_with_group("ready", flat.numel(), lambda _: flat, **facts)
+        if len(group["members"]) > 1:
+            view.unpack(average)
+        self._iteration = group["iteration"]

@@ -10,9 +10,9 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Group, SyncPlan
 from lightning_autosync.plan.compiler import check_variables
 from lightning_autosync.plan.servers import server_layout
+from lightning_autosync.relaxed.averaging_worker import PartialReduce
 from lightning_autosync.relaxed.base import Synchronizer
 from lightning_autosync.relaxed.model_state import ModelTensors, UntrainedTensors
-from lightning_autosync.relaxed.partial_reduce import PartialReduce
 from lightning_autosync.relaxed.periodic import Periodic
 from lightning_autosync.relaxed.server import ParameterServer
 from lightning_autosync.relaxed.transport.heartbeat import STALL

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
+
+from networkx.utils import UnionFind
 
 from lightning_autosync.plan import Consistency
 
@@ -41,7 +43,8 @@ class IsolationGuard:
 
     def component(self, rank: int) -> int:
         """A number that is equal for all workers in the same component as ``rank``."""
-        return self._window.joined.component(rank)
+        found: int = self._window.joined[rank]
+        return found
 
     def record(self, number: int, members: Sequence[int], active: Collection[int]) -> None:
         """Count the group ``number``, formed while the workers ``active`` took part."""
@@ -64,8 +67,9 @@ class IsolationGuard:
             self._window, self._before = _Window(groups, self._before.base), _Window()
 
     def state(self) -> dict[str, object]:
-        """Plain data; see :meth:`restore`."""
-        return {"models": self._window.models, "parents": sorted(self._window.joined.parents.items())}
+        """Plain data; see :meth:`restore`. The parent of a joined rank is the lowest rank of its set."""
+        joined = [(rank, min(ranks)) for ranks in self._window.joined.to_sets() for rank in ranks if rank > min(ranks)]
+        return {"models": self._window.models, "parents": sorted(joined)}
 
     def restore(self, models: int, parents: Sequence[tuple[int, int]]) -> None:
         """Load the state that :meth:`state` returned."""
@@ -85,11 +89,11 @@ def unconnected_windows(groups: Sequence[Sequence[int]], workers: int, bound: in
             end += 1
         if models < 2 * bound * workers:
             break
-        joined = _Joined()
+        joined = UnionFind()
         for members in groups[begin:end]:
-            joined.join(members)
+            joined.union(*members)
         windows += 1
-        unconnected += len({joined.component(rank) for rank in range(workers)}) > 1
+        unconnected += len({joined[rank] for rank in range(workers)}) > 1
         models -= len(first)
     return unconnected, windows
 
@@ -101,29 +105,14 @@ class _Base(NamedTuple):
     parents: tuple[tuple[int, int], ...] = ()
 
 
-class _Joined:
-    """Sets of joined ranks (union-find)."""
-
-    def __init__(self, parents: Iterable[tuple[int, int]] = ()) -> None:
-        self.parents = dict(parents)
-
-    def component(self, rank: int) -> int:
-        while (above := self.parents.get(rank, rank)) != rank:
-            rank = above
-        return rank
-
-    def join(self, members: Sequence[int]) -> None:
-        first = self.component(members[0])
-        for member in members[1:]:
-            self.parents[self.component(member)] = first
-
-
 class _Window:
     """Groups by number, the ranks that they joined, and the number of models in them."""
 
     def __init__(self, groups: dict[int, tuple[int, ...]] | None = None, base: _Base | None = None) -> None:
         self.base = base or _Base()
-        self.models, self.joined = self.base.models, _Joined(self.base.parents)
+        self.models, self.joined = self.base.models, UnionFind()
+        for pair in self.base.parents:
+            self.joined.union(*pair)
         self.groups: dict[int, tuple[int, ...]] = {}
         for number, members in (groups or {}).items():
             self.add(number, members)
@@ -131,7 +120,7 @@ class _Window:
     def add(self, number: int, members: Sequence[int]) -> None:
         self.groups[number] = tuple(members)
         self.models += len(members)
-        self.joined.join(members)
+        self.joined.union(*members)
 
     def without(self, number: int) -> dict[int, tuple[int, ...]]:
         return {other: members for other, members in self.groups.items() if other != number}

@@ -14,8 +14,7 @@ from lightning_autosync.replay.overlap import least_overlapped_step, overlapped_
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 
 if TYPE_CHECKING:
-    from lightning_autosync.replay.replay import Replay
-    from lightning_autosync.replay.warming import warm_up
+    from lightning_autosync.replay.replay import Replay, warm_up
 
 __all__ = [
     "Bound",
@@ -38,12 +37,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Replay":
-        from lightning_autosync.replay.replay import Replay
+    if name not in ("Replay", "warm_up"):
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from lightning_autosync.replay import replay
 
-        return Replay
-    if name == "warm_up":
-        from lightning_autosync.replay.warming import warm_up
-
-        return warm_up
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(replay, name)

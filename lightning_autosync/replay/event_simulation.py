@@ -68,7 +68,6 @@ class FrameConnections(NamedTuple):
         source, target: [connections] ranks.
         route: [connections] index into ``routes``.
         pace: [connections] most bytes/s that the sender gives the connection; infinite without a limit.
-        routes: routes of the network.
         hosts: channel index of the first host.
         shared: channel index of the shared cores; -1 for none.
     """

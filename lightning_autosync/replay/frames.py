@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.event_simulation import Dependencies, FrameConnections, Nodes, simulate
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
-from lightning_autosync.replay.notices import Queue, queues_of_notices
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.paces import Paces
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
@@ -45,7 +45,6 @@ def prepare_frames(
     """Prepare the simulation of all frames of a step.
 
     Args:
-        stages: stages of the schedule.
         order: conditions of the stages' starts.
         loads: loads of the stages, for their stretch, their busiest channels and the paces of their connections.
         computes: [ranks] compute timelines.
@@ -81,7 +80,6 @@ class _Pieces(NamedTuple):
     """Properties shared by all frames of a flow.
 
     Attributes:
-        stage: stage of the flow.
         wire, values: bytes of a piece on the wire and in memory.
         frame_cost: core-seconds of a frame at each end.
         delay: seconds of a hop beyond one latency and its time on the wire.
@@ -364,3 +362,67 @@ class _FrameGraph:
                 moved[number] = started
                 drained[number] = sent[first:end][numpy.isfinite(sent[first:end])].max()
         return moved, drained
+
+
+_OWN_QUEUE = 4e-3
+"""Seconds of data that Linux lets a connection put into the queue of its own port: 1 ms at the connection's pacing
+rate. That is twice the rate of its window, which is up to twice as large as what is under way."""
+
+
+class Queue(NamedTuple):
+    """A queue in which a notice waits.
+
+    Attributes:
+        sender: rank whose data stands in it.
+        most: bytes of a piece beyond which it holds too little data to keep a notice waiting for long.
+    """
+
+    sender: int
+    most: float
+
+
+def queues_of_notices(network: NetworkArrays, way: int) -> list[list[Queue]]:
+    """For each rank around a ring, the queues of the notice that lets it send, in which the notice waits behind data.
+
+    In gloo, a rank sends a piece only after a notice that its receiver is ready. Around a ring, notices travel against
+    the data, so a notice shares links with the data of other ranks. A shaped link has one queue for both. Where a fast
+    node sends to a slow one, its whole window of data stands before the slow link, and notices that cross this link
+    come late. A connection's data stands before the most loaded shaped link of its route.
+
+    Args:
+        way: direction of the data, as in `Stage.ring_way`.
+    """
+    ranks = network.ranks
+    if ranks == 1 or not network.burst.any():
+        return [[] for _ in range(ranks)]
+    sources = numpy.arange(ranks)
+    targets = (sources + way) % ranks
+    network.find_routes(numpy.unique(numpy.concatenate([sources * ranks + targets, targets * ranks + sources])))
+    pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
+    there = [_shaped(network, source, target) for source, target in pairs]
+    back = [_shaped(network, target, source) for source, target in pairs]
+    busy = numpy.zeros(len(network.capacities))
+    for channels in there:
+        busy[channels] += 1 / network.capacities[channels]
+    standing: dict[int, list[Queue]] = {}
+    for rank, channels in enumerate(there):
+        if len(channels):
+            full = _most_loaded(channels, busy)
+            most = _OWN_QUEUE / float(busy[full]) if full == channels[0] else math.inf
+            standing.setdefault(full, []).append(Queue(rank, most))
+    return [
+        list(dict.fromkeys(queue for channel in channels.tolist() for queue in standing.get(channel, [])))
+        for channels in back
+    ]
+
+
+def _shaped(network: NetworkArrays, source: int, target: int) -> Indices:
+    """The shaped channels of a route in their order."""
+    known = network.routes
+    route = known.between[source, target]
+    hops = known.hops[known.starts[route] : known.starts[route + 1]].astype(numpy.int64)
+    return hops[network.burst[hops] > 0]
+
+
+def _most_loaded(channels: Indices, busy: Floats) -> int:
+    return int(channels[numpy.argmax(busy[channels])])

@@ -31,7 +31,6 @@ class Loads:
         fill: [stages] seconds in which a stage runs without keeping its busiest channel busy.
         waiting: [stages] seconds in which a ring waits between its pieces, while others can use its channels.
         pairs: [stages, words] bit set of the connections of a stage on trees, by their numbers in `NetworkArrays`.
-        flows: the flows of the stages.
     """
 
     work: Floats
@@ -148,7 +147,6 @@ class LoadModel:
         """The loads of ``parted`` stages, divided by the slowest rank for which a hop waits.
 
         Args:
-            loads: loads of the stages as a whole.
             classes: [ranks] class of each rank, 0 for the slowest.
             parted: [stages] whether a stage is divided; others have no load in the result.
             pairs: [connections] numbers of the paced connections.

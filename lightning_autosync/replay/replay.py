@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 import numpy
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
+from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.replay.compute import Compute, ComputeClock, HostWork
 from lightning_autosync.replay.conditions import SpeedClass, classify, stage_conditions
@@ -21,7 +23,7 @@ from lightning_autosync.replay.network import Floats, Forest, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder, critical_path
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 from lightning_autosync.replay.stages import Stage, StageMaker
-from lightning_autosync.workload import Workload
+from lightning_autosync.workload import Variable, Workload
 
 Detail = Literal["auto", "frames", "fluid"]
 
@@ -38,9 +40,7 @@ class _Step:
     """A schedule prepared for replay.
 
     Attributes:
-        schedule: the schedule.
         stages: its stages, message by message.
-        loads: loads of the stages.
         order: conditions of the stages' starts.
         ranks: [ranks] compute timelines.
         slowest: compute timeline of the slowest rank.
@@ -234,17 +234,6 @@ class Replay:
         )
 
 
-def replay(
-    schedule: Schedule,
-    workload: Workload,
-    cluster: ClusterSpec,
-    constants: Constants | None = None,
-    detail: Detail = "auto",
-) -> Prediction:
-    """Predict the step of one schedule; keep a `Replay` for several on the same cluster."""
-    return Replay(workload, cluster, constants).predict(schedule, detail)
-
-
 def _message_spans(step: _Step, times: StageTimes, packed: float) -> tuple[list[MessageSpan], float]:
     """The span of each message, and the time when the slowest rank has unpacked the last sum."""
     count = len(step.schedule.messages)
@@ -271,3 +260,20 @@ def _compute_spans(compute: Compute, synchronized: float, optimizer: float) -> t
         Span("backward", compute.forward, compute.backward),
         Span("optimizer", synchronized, synchronized + optimizer),
     )
+
+
+@cache
+def warm_up() -> None:
+    """Predict a tiny step, so that later predictions of this process take no time to load or compile code.
+
+    The first call on a machine compiles, which takes about 20 seconds of a core. Later processes load the result from
+    numba's cache beside this package, in a fraction of a second. Where that folder cannot be written, numba keeps its
+    cache in the user's.
+    """
+    workload = Workload(name="tiny", variables=(Variable(name="one", shape=(1000,)),))
+    cluster = ClusterSpec.uniform(3, bandwidth=1e9)
+    replay = Replay(workload, cluster)
+    for name in ("all_reduce", "byteps"):
+        schedule = compile_plan(builders.build(name, workload, cluster), workload, cluster)
+        replay.predict(schedule, "fluid")
+        replay.predict(schedule, "frames")

@@ -73,8 +73,6 @@ def micro_batched(
     Args:
         schedule: the messages.
         workload: the workload, whose times are those of ``batch_size`` samples on a node of speed 1.
-        cluster: the cluster.
-        constants: constants of the hosts.
         batch_size: number of samples in a batch of the data loader; the global batch has so many for each rank.
         micro_batch: number of samples in a micro-batch.
 

@@ -23,8 +23,7 @@ from lightning_autosync.hybrid.cost import (
     Settings,
 )
 from lightning_autosync.hybrid.graph import Graph
-from lightning_autosync.hybrid.memory import peak_bytes
-from lightning_autosync.hybrid.prediction import HybridPrediction, Sent, predict
+from lightning_autosync.hybrid.prediction import HybridPrediction, Sent, peak_bytes, predict
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.report.figures.hybrid import mesh_picture
 from lightning_autosync.report.rendering import milliseconds

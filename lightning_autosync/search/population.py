@@ -36,7 +36,6 @@ class Choice(NamedTuple):
     """What a trial measures.
 
     Attributes:
-        point: point of the space.
         refined: document of a plan that refines the point, as JSON text; None for the point's own plan.
     """
 
@@ -58,7 +57,6 @@ class Candidate:
     Attributes:
         genome: point of the plan, in normal form.
         origin: how the candidate was generated.
-        plan: plan to measure.
         signature: signature of the plan. Plans with the same signature do the same.
         features: [features] feature vector of the plan.
         rough: logarithm of a step's seconds by a fluid replay, in which messages flow as a whole; 0 if the rates of the
@@ -81,7 +79,6 @@ class Population:
     """The candidates of one space. A plan that does not compile never becomes a candidate.
 
     Args:
-        space: space of the points.
         constants: constants of the hosts, for the replay.
         size: number of points to price before the first proposal; half of them are the first generation.
         two_level_collectives: as for `compile_plan`.

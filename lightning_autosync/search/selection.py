@@ -62,7 +62,6 @@ class PredictedPlan:
     """A plan with its prediction.
 
     Attributes:
-        plan: the plan.
         seconds: predicted seconds of a step; NaN if the rates of the links are unknown.
         origin: name of the plan's builder, or ``search``.
     """
@@ -100,7 +99,6 @@ def rank_plans(
 
     Args:
         workload: the variables and the times of a step.
-        cluster: the cluster on which they are synchronized.
         constants: constants of the hosts; None takes the defaults.
         seconds: most seconds of the search.
         keep: most plans; the plans that are always included may exceed it.

@@ -93,7 +93,6 @@ class Transfer:
     """Opened sources for `AutoSyncSampler`.
 
     Attributes:
-        studies: studies of other models or clusters.
         samples: measured plans.
         estimator: fitted simulator; None without one.
     """

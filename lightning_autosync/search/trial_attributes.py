@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
 from lightning_autosync.documents import LONGEST, Index, PositiveDuration, checked, parse_json
 from lightning_autosync.errors import PlanError
@@ -41,20 +41,7 @@ _TYPES: dict[str, Any] = {
 }
 
 
-class TrialLike(Protocol):
-    """A live or a finished trial of Optuna."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def params(self) -> dict[str, Any]: ...
-
-    @property
-    def user_attrs(self) -> dict[str, Any]: ...
-
-
-def attribute(trial: TrialLike, name: str) -> Any:
+def attribute(trial: BaseTrial, name: str) -> Any:
     """One of the attributes above except `SECONDS`, `ELAPSED` and `OWNER`; None if the trial does not have it.
 
     Raises:
@@ -64,7 +51,7 @@ def attribute(trial: TrialLike, name: str) -> Any:
     return None if value is None else checked(_TYPES[name], value, f"trial {trial.number}: {name}", StudyError)
 
 
-def plan_of(trial: TrialLike, space: PlanSpace) -> SyncPlan:
+def plan_of(trial: BaseTrial, space: PlanSpace) -> SyncPlan:
     """The plan of a trial: its `REFINED` plan if it has one, else the plan of its point.
 
     Raises:

@@ -19,9 +19,9 @@ from lightning_autosync.engine.replicas import require_equal_structures
 from lightning_autosync.errors import AutoSyncError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
-from lightning_autosync.hybrid.execution.clipping import clip_gradients
 from lightning_autosync.hybrid.execution.compiled import Uncompiled, takes_home_values
 from lightning_autosync.hybrid.execution.equivalence import Task
+from lightning_autosync.hybrid.execution.reduction import clip_gradients
 from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.ports import PortRange

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autosync.hybrid.execution.activation import bring_home
-from lightning_autosync.hybrid.execution.clipping import clip_gradients
 from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
-from lightning_autosync.hybrid.execution.reduction import GradientReduction
+from lightning_autosync.hybrid.execution.reduction import GradientReduction, clip_gradients
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 PART = 2

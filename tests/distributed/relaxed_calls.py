@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from training import Net, batches, subgroup
 
 from lightning_autosync.plan import Consistency
-from lightning_autosync.relaxed.averaging_worker import AveragingWorker
+from lightning_autosync.relaxed.averaging_worker import AveragingWorker, PartialReduce
 from lightning_autosync.relaxed.model_state import ModelTensors
-from lightning_autosync.relaxed.partial_reduce import PartialReduce
 from lightning_autosync.relaxed.periodic import Periodic
 from lightning_autosync.relaxed.transport.mesh import Mesh
 

@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Net, batches, distance, subgroup
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.servers import server_layout
 from lightning_autosync.relaxed.server import ParameterServer, ShardServer, serve
 from lightning_autosync.relaxed.server.optimizer import ELEMENTWISE
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
+from lightning_autosync.relaxed.transport.payload import unpack
 from lightning_autosync.workload import Workload, describe, variable_names
 
 _NUMBERS: dict[dist.ProcessGroup, Iterator[int]] = {}
@@ -83,6 +83,26 @@ def worker(
             running.close()
 
 
+class Traffic:
+    """Bytes of tensors that a worker pushes to other processes, and pulls from them, from now on."""
+
+    def __init__(self, running: ParameterServer) -> None:
+        self.pushed = self.pulled = 0
+        send, install, rank = running._rpc.send, running._pulled.install, running._mesh.rank
+
+        def counted_send(peer: int, kind: str, header: Any = None, parts: Any = ()) -> None:
+            if kind.endswith(".push") and peer != rank:
+                self.pushed += sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+            send(peer, kind, header, parts)
+
+        def counted_install(mail: Mail) -> None:
+            if mail.sender != rank:
+                self.pulled += sum(tensor.nbytes for tensor in unpack(mail.payload).tensors.values())
+            install(mail)
+
+        running._rpc.send, running._pulled.install = counted_send, counted_install  # type: ignore[method-assign]
+
+
 def serves(plan: SyncPlan, store: dist.Store) -> bool:
     """Whether this rank is no worker under the plan; if it is a server, it serves until all is over."""
     rank = dist.get_rank()
@@ -125,7 +145,6 @@ def synchronous_runs(
     kind: str,
     options: dict[str, Any],
     cluster: dict[str, Any] | None = None,
-    overlap: bool = False,
     steps: int = 4,
 ) -> list[dict[str, Any]] | None:
     """For each plan: how far from DDP training ends, bytes moved and kept here, and a digest of the weights."""
@@ -148,16 +167,16 @@ def synchronous_runs(
         module = copy.deepcopy(start) if dist.get_rank() == 0 else Net().double()
         optimizer = make_optimizer(module, kind, options)
         spec = ClusterSpec.from_dict(cluster) if cluster else None
-        with worker(module, optimizer, plan, store, cluster=spec, overlap=overlap) as running:
+        with worker(module, optimizer, plan, store, cluster=spec) as running:
             running.start()
-            before = (running.bytes_pushed, running.bytes_pulled)
+            traffic = Traffic(running)
             train(module, optimizer, dist.get_rank(), steps, running)
             found.append(
                 {
                     "distance": distance(module, reference),
                     "digest": digest_of(module),
-                    "pushed": running.bytes_pushed - before[0],
-                    "pulled": running.bytes_pulled - before[1],
+                    "pushed": traffic.pushed,
+                    "pulled": traffic.pulled,
                     "state": running.state_bytes,
                     "progress": running.progress,
                 }
@@ -190,9 +209,7 @@ def pushes_by_sender(plan: dict[str, Any], cluster: dict[str, Any], steps: int) 
     return None
 
 
-def row_runs(
-    plans: list[dict[str, Any]], kind: str, sparse: bool, options: dict[str, Any], needed: bool = False
-) -> list[Any] | None:
+def row_runs(plans: list[dict[str, Any]], kind: str, sparse: bool, options: dict[str, Any]) -> list[Any] | None:
     """For each plan: distance from dense DDP after a drain, and bytes pushed and pulled in the steps."""
     size = plans[0]["world_size"]
     group = subgroup(size)
@@ -203,7 +220,7 @@ def row_runs(
         reference = Recommender(sparse=False).double()
         reference.load_state_dict(start.state_dict())
         ddp = DistributedDataParallel(reference, process_group=group)
-        train_rows(ddp, ELEMENTWISE[kind](reference.parameters(), lr=0.3, **options), dist.get_rank(), None, False)
+        train_rows(ddp, ELEMENTWISE[kind](reference.parameters(), lr=0.3, **options), dist.get_rank(), None)
     for data in plans:
         plan, store = SyncPlan.from_dict(data), own_store()
         if serves(plan, store):
@@ -213,26 +230,22 @@ def row_runs(
         workload = workload_of(module, "sparse" if sparse else "row_sparse")
         with worker(module, optimizer, plan, store, workload) as running:
             running.start()
-            before = running.bytes_pushed, running.bytes_pulled
-            train_rows(module, optimizer, dist.get_rank(), running, needed)
-            moved = running.bytes_pushed - before[0], running.bytes_pulled - before[1]
+            traffic = Traffic(running)
+            train_rows(module, optimizer, dist.get_rank(), running)
+            moved = traffic.pushed, traffic.pulled
             running.drain()
             found.append([distance(module, reference), *moved])
     return found
 
 
-def train_rows(
-    forward: Any, optimizer: torch.optim.Optimizer, rank: int, running: ParameterServer | None, needed: bool
-) -> None:
+def train_rows(forward: Any, optimizer: torch.optim.Optimizer, rank: int, running: ParameterServer | None) -> None:
     generator = torch.Generator().manual_seed(rank)
     drawn = [torch.randint(0, ROWS, (3, 2), generator=generator) for _ in range(5)]
-    for step, items in enumerate(drawn):
+    for items in drawn:
         forward(items).square().mean().backward()
         if running is None:
             optimizer.step()
         else:
-            if needed and step + 1 < len(drawn):
-                running.need({"items.weight": drawn[step + 1].view(-1)})
             running.step(optimizer, len(items))
         optimizer.zero_grad()
 
@@ -351,36 +364,3 @@ def refusals(plan: dict[str, Any]) -> str | None:
             return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def accumulated(plan: dict[str, Any]) -> tuple[str, float] | None:
-    """Eager pushes after two backward passes: how far from DDP, and the error if the first already pushes."""
-    made, store = SyncPlan.from_dict(plan), own_store()
-    group = subgroup(made.world_size)
-    if group is None:
-        return None
-    torch.manual_seed(0)
-    module = Net().double()
-    reference = copy.deepcopy(module)
-    (first, one), (second, two) = batches(dist.get_rank(), 2, torch.float64)
-    ddp = DistributedDataParallel(reference, process_group=group)
-    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
-    with ddp.no_sync():
-        nn.functional.cross_entropy(ddp(first), one).backward()
-    nn.functional.cross_entropy(ddp(second), two).backward()
-    expected.step()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with worker(module, optimizer, made, store, overlap=True) as running:
-        running.start()
-        assert running.overlap is not None
-        for images, labels, last in ((first, one, False), (second, two, True)):
-            running.overlap.enabled = last
-            nn.functional.cross_entropy(module(images), labels).backward()
-        running.step(optimizer, 8)
-        far = distance(module, reference)
-        nn.functional.cross_entropy(module(first), one).backward()
-        try:
-            nn.functional.cross_entropy(module(second), two).backward()
-        except ExchangeError as error:
-            return str(error), far
-    return "", far

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from plans import plans
 from recommender import ROWS, WIDTH, Recommender, workload_of
-from sweeps import crossed, examples, sweep
+from sweeps import examples, sweep
 from training import Net
 
 from lightning_autosync.plan import Group, Partition, SyncPlan, builders
@@ -41,21 +41,20 @@ def spread(servers: list[int], world_size: int, only: int = 0, **fields: Any) ->
     return SyncPlan(world_size=world_size, servers=only, groups=(group,), **fields)
 
 
-OTHERS = [pytest.param(*case, overlap, marks=pytest.mark.slow) for case in OPTIMIZERS[2:] for overlap in (False, True)]
+OTHERS = [pytest.param(*case, marks=pytest.mark.slow) for case in OPTIMIZERS[2:]]
 """What optimizers do to slices is compared in tests/unit/relaxed/test_shard_store.py, too."""
 
 
-@pytest.mark.parametrize(("kind", "options", "overlap"), [*crossed(OPTIMIZERS[:2], [False, True]), *OTHERS])
-def test_in_step_they_equal_ddp(pool, kind: str, options: dict[str, Any], overlap: bool) -> None:
+@pytest.mark.parametrize(("kind", "options"), [*OPTIMIZERS[:2], *OTHERS])
+def test_in_step_they_equal_ddp(pool, kind: str, options: dict[str, Any]) -> None:
     workload, cluster = describe(Net()), uneven_cluster(3)
     made = [
         *(build(workload, cluster) for build in (builders.ps, builders.partitioned_ps, builders.byteps)),
         spread([0, 3, 4], 3, only=2),
         spread([4], 3, only=2),
     ]
-    answers = pool.run(
-        server_calls.synchronous_runs, plans=[p.to_dict() for p in made], kind=kind, options=options, overlap=overlap
-    )
+    plain = [plan.to_dict() for plan in made]
+    answers = pool.run(server_calls.synchronous_runs, plans=plain, kind=kind, options=options)
     for found in zip(*answers[:3], strict=True):
         assert max(one["distance"] for one in found) < 1e-12
         assert len({one["digest"] for one in found}) == 1
@@ -101,13 +100,14 @@ def test_state_and_traffic_fall_with_the_number_of_servers(pool) -> None:
         layout = server_layout(plan, describe(Net().double()))
         for rank in range(size):
             found = answers[rank][number]
-            assert found["pushed"] == found["pulled"] == steps * layout.remote_bytes(rank)
+            remote = sum(shard.bytes for shard in layout.shards if shard.owner != rank)
+            assert found["pushed"] == found["pulled"] == steps * remote
             # Two moments in float64 an element, and a float32 count of steps a piece.
             own = layout.of(rank)
             kept = sum(shard.numel for shard in own)
             assert found["state"] == 2 * 8 * kept + 4 * sum(len(shard.pieces) for shard in own)
             assert kept <= numel // len(layout.owners) + 1
-        assert sum(layout.remote_bytes(rank) for rank in range(size)) == (size - 1) * numel * 8
+        assert sum(shard.bytes for shard in layout.shards) == numel * 8
 
 
 def test_a_node_pushes_once(pool) -> None:
@@ -134,8 +134,8 @@ def test_a_node_pushes_once(pool) -> None:
 BY_ROWS = [("SGD", True, {}), ("SGD", False, {"momentum": 0.9, "weight_decay": 0.1}), ("Adam", False, {})]
 
 
-@pytest.mark.parametrize(("kind", "sparse", "options", "needed"), crossed(BY_ROWS, [False, True]))
-def test_rows_equal_dense_ddp(pool, kind: str, sparse: bool, options: dict[str, Any], needed: bool) -> None:
+@pytest.mark.parametrize(("kind", "sparse", "options"), BY_ROWS)
+def test_rows_equal_dense_ddp(pool, kind: str, sparse: bool, options: dict[str, Any]) -> None:
     cluster = uneven_cluster(3)
     workload = workload_of(Recommender(sparse=False), "sparse" if sparse else "row_sparse")
     made = [
@@ -149,7 +149,6 @@ def test_rows_equal_dense_ddp(pool, kind: str, sparse: bool, options: dict[str, 
         kind=kind,
         sparse=sparse,
         options=options,
-        needed=needed,
     )
     for found in answers[:3]:
         assert max(one[0] for one in found) < 1e-12
@@ -162,14 +161,11 @@ def test_few_rows_travel(pool, sparse: bool) -> None:
     plan = builders.ps(workload, cluster).to_dict()
     arguments = {"plans": [plan], "kind": "SGD", "sparse": sparse, "options": {}}
     steps, row, head = 5, 8 + 8 * WIDTH, 8 * (2 * WIDTH + 2)
-    changed = pool.run(server_calls.row_runs, needed=False, **arguments)
-    named = pool.run(server_calls.row_runs, needed=True, **arguments)
+    changed = pool.run(server_calls.row_runs, **arguments)
     for rank in (1, 2):
         # A batch has six rows at most, three workers change eighteen.
         assert changed[rank][0][1] <= steps * (6 * row + head)
         assert changed[rank][0][2] <= steps * (18 * row + head) < steps * (8 * ROWS * WIDTH + head)
-        # The last pull names none, and so brings whatever changed since the beginning.
-        assert named[rank][0][2] <= (steps - 1) * (6 * row + head) + ROWS * row + head
 
 
 CHECKPOINTS = {"NAdam": {}, "ASGD": {"t0": 1.0}, "Rprop": {}, **dict(OPTIMIZERS)}
@@ -232,9 +228,3 @@ def test_no_push_is_lost_or_applied_twice(pool, consistency: dict[str, Any]) -> 
 def test_other_optimizers_are_refused(pool) -> None:
     for found in pool.run(server_calls.refusals, plan=spread([0], 2).to_dict())[:2]:
         assert found.startswith("PlanError: optimizer: torch.optim.lbfgs.LBFGS cannot update slices of parameters")
-
-
-def test_eager_pushes_wait_for_accumulated_gradients(pool) -> None:
-    for error, far in pool.run(server_calls.accumulated, plan=spread([0, 1], 2).to_dict())[:2]:
-        assert far < 1e-12
-        assert "changed after it was pushed" in error

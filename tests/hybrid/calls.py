@@ -16,10 +16,9 @@ from hybrid.plans import draw_plan
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
-from lightning_autosync.hybrid.execution.clipping import clip_gradients
 from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh, mesh_groups
-from lightning_autosync.hybrid.execution.reduction import GradientReduction
+from lightning_autosync.hybrid.execution.reduction import GradientReduction, clip_gradients
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 OPTIMIZERS: dict[str, Any] = {

@@ -21,10 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid.execution.boxing import change_layout
-from lightning_autosync.hybrid.execution.compared_buffers import ComparedBuffers, checksum
+from lightning_autosync.hybrid.execution.compared_buffers import ComparedBuffers, PassRecord, checksum
 from lightning_autosync.hybrid.execution.layouts import Layout, State, home_shape
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
-from lightning_autosync.hybrid.execution.pass_record import PassRecord
 from lightning_autosync.hybrid.execution.random_streams import RandomStreams
 
 

@@ -8,9 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_autosync.hybrid.execution.activation import bring_home
-
-WRAPPED = "_orig_mod"
-"""Attribute under which ``torch.compile`` keeps the wrapped module."""
+from lightning_autosync.workload.description import COMPILED
 
 
 class Uncompiled:
@@ -58,7 +56,7 @@ class Uncompiled:
             self._undo[path] = lambda: own.update(_compiled_call_impl=compiled)
         for name, child in list(module.named_children()):
             place = f"{path}.{name}" if path else name
-            inner = child._modules.get(WRAPPED)
+            inner = child._modules.get(COMPILED)
             if inner is not None:
                 module._modules[name] = inner
                 self._parts[place] = inner

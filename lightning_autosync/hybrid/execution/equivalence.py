@@ -25,7 +25,6 @@ from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.dropout_watch import WithoutDropout, draws, dropout_faults
 from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
-from lightning_autosync.hybrid.execution.trial_step import trial_step
 from lightning_autosync.workload.preservation import preserved
 
 T = TypeVar("T")
@@ -68,7 +67,6 @@ class Expectation:
     """The result of the unsplit model's step, restricted to this rank's parts.
 
     Attributes:
-        loss: loss of this rank's batch.
         gradients: gradients of the mean loss by parameter; None for a parameter without gradient.
         norms: norms of the whole gradients by parameter.
         updates: changes of the weights by parameter, after two optimizer steps with ``gradients``.
@@ -401,3 +399,31 @@ def _tell(faults: list[str], split: SplitModel) -> None:
         f"the split model does not compute the same as the unsplit one (on rank {', '.join(map(str, ranks))}): "
         f"{'; '.join(told[:_SHOWN])}{more}"
     )
+
+
+@contextmanager
+def trial_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Context of a step of an optimizer; its end restores the settings in the optimizer's groups and its state.
+
+    The optimizer may be the one that trains, if the model keeps it. Groups are restored because some optimizers count
+    their steps there.
+
+    Args:
+        parameters: the parameters that have gradients. They are not restored.
+    """
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    state, stepped = dict(optimizer.state), set(parameters)
+    # The step leaves the state of other parameters alone; only entries for no parameter may be of all of them.
+    changed = [value for key, value in state.items() if key in stepped or not isinstance(key, Tensor)]
+    try:
+        with preserved(groups, changed):
+            yield
+    finally:
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            _become(group, {"params": group["params"], **before})
+        _become(optimizer.state, state)
+
+
+def _become(values: dict[Any, Any], before: dict[Any, Any]) -> None:
+    values.clear()
+    values.update(before)

@@ -129,7 +129,6 @@ def moves(source: Layout, states: tuple[State, ...], sizes: tuple[int, ...]) -> 
 
     Args:
         states: new states; axes and parts stay.
-        sizes: sizes of the dimensions of the mesh.
     """
     return _Mover(source, states, sizes).moves()
 

@@ -38,9 +38,6 @@ class LiveMesh:
     Args:
         members: rank in the job of each of the plan's ranks; by default they are the same.
 
-    Attributes:
-        sizes: sizes of the dimensions.
-
     Raises:
         PlanError: the plan is for another number of ranks.
     """

@@ -18,9 +18,8 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.lab.convergence.settings import MethodSettings
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.relaxed.averaging_worker import WorkerGroup
+from lightning_autosync.relaxed.averaging_worker import PartialReduce, WorkerGroup
 from lightning_autosync.relaxed.factory import open_synchronizer
-from lightning_autosync.relaxed.partial_reduce import PartialReduce
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.workload import Workload, variable_names
 

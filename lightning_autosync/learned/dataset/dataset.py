@@ -37,7 +37,6 @@ class Dataset(Sequence[Sample]):
 
     Args:
         rows: a `pyarrow.Table` with the columns of `COLUMNS`, and a column ``source`` that names rows in errors.
-        documents: the documents to which the rows refer.
     """
 
     def __init__(self, rows: Any, documents: Documents) -> None:

@@ -184,9 +184,6 @@ def row_sample(row: Row, workload: Workload, cluster: ClusterSpec, where: str) -
     """The sample of a row, with its documents.
 
     Args:
-        row: a row of the table of samples.
-        workload: the workload to which it refers.
-        cluster: the cluster to which it refers.
         where: source of the row, for errors.
 
     Raises:

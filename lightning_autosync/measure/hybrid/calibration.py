@@ -11,9 +11,9 @@ import numpy
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, sent
-from lightning_autosync.hybrid.fitting import Timing, fit_rate, hops, wire_seconds
 from lightning_autosync.hybrid.mesh import Links, near_order, shapes
 from lightning_autosync.hybrid.plan import groups_along
+from lightning_autosync.hybrid.pricing import Timing, fit_rate, hops, wire_seconds
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.measure.hybrid import rate_calls
 from lightning_autosync.measure.session import MeasurementSession

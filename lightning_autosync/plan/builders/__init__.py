@@ -9,6 +9,7 @@ from lightning_autosync.plan.builders.all_reduce import (
     all_reduce,
     partitioned_all_reduce,
     random_axis_partitioned_all_reduce,
+    shared_memory,
 )
 from lightning_autosync.plan.builders.links import hierarchical, packed_trees, parallax
 from lightning_autosync.plan.builders.parameter_server import (
@@ -21,7 +22,6 @@ from lightning_autosync.plan.builders.parameter_server import (
 from lightning_autosync.plan.builders.registry import Builder, build, find, names, register, relaxed_names
 from lightning_autosync.plan.builders.relaxed import asynchronous, bounded_staleness, partial_reduce, periodic
 from lightning_autosync.plan.builders.rows import gathered_rows
-from lightning_autosync.plan.builders.shared_memory import shared_memory
 
 __all__ = [
     "Builder",

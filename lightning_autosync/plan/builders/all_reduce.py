@@ -1,4 +1,4 @@
-"""Builders of all-reduce plans."""
+"""Builders of all-reduce plans, also for ranks that share memory."""
 
 from __future__ import annotations
 
@@ -91,3 +91,22 @@ def _partitioned(variable: Variable, axis: int, topology: TopologyName) -> Group
     shards = smallest_divisor(axis_length(variable, axis))
     partition = Partition(axis=axis, shards=shards) if shards > 1 else None
     return lone_group(variable, topology=topology, partition=partition)
+
+
+@register(takes_topology=False)
+def shared_memory(workload: Workload, cluster: ClusterSpec, *, bucket_bytes: Count = 100 * MIB) -> SyncPlan:
+    """Fused dense variables in memory that all ranks map; row-wise variables by the backend's collectives.
+
+    Messages are large, because there is no wire time to overlap and each message costs two hand-overs between the
+    ranks. `compile_plan` refuses the plan for a cluster of several nodes.
+
+    Args:
+        workload: the variables.
+        cluster: the single node on which they are synchronized.
+        bucket_bytes: bytes at which a message closes.
+    """
+    ordered = in_ready_order(workload)
+    dense = [variable for variable in ordered if variable.kind == "dense"]
+    groups = list(fused_groups(dense, [bucket_bytes], "shared", topology="shared_memory"))
+    groups += [lone_group(variable) for variable in ordered if variable.kind != "dense"]
+    return make_plan(workload, cluster, groups)

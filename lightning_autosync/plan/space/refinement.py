@@ -27,7 +27,6 @@ class Refinement:
 
     Args:
         workload: the variables.
-        cluster: the cluster on which they are synchronized.
     """
 
     def __init__(self, workload: Workload, cluster: ClusterSpec) -> None:

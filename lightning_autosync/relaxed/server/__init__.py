@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_autosync.relaxed.server.client import ParameterServer
-from lightning_autosync.relaxed.server.clock import StalenessClock
 from lightning_autosync.relaxed.server.server import ShardServer, serve
 
-__all__ = ["ParameterServer", "ShardServer", "StalenessClock", "serve"]
+__all__ = ["ParameterServer", "ShardServer", "serve"]

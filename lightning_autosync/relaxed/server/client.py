@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,68 +25,7 @@ from lightning_autosync.relaxed.server.server import ShardServer
 from lightning_autosync.relaxed.server.shards import ShardedModel
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
-from lightning_autosync.relaxed.transport.payload import Packed, Part, pack, unpack
-
-
-class OverlappedPushes:
-    """Pushes shards during backward, as soon as their gradients are complete.
-
-    Args:
-        shards: shards that may be pushed early.
-        push: sends the gradient of a shard.
-
-    Attributes:
-        enabled: whether the current backward pass is the last of the step; off while gradients are accumulated.
-        pushed: indices of the shards that were pushed in this step.
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], shards: Iterable[Shard], push: Callable[[Shard], None]
-    ) -> None:
-        self.enabled = True
-        self.pushed: set[int] = set()
-        self._push = push
-        self._shards = tuple(shards)
-        self._of: dict[str, list[Shard]] = {}
-        for shard in self._shards:
-            for variable in {piece.variable for piece in shard.pieces}:
-                self._of.setdefault(variable, []).append(shard)
-        self._missing: dict[int, int] = {}
-        self.clear()
-        self._handles = [
-            parameters[name].register_post_accumulate_grad_hook(self._hook(name)) for name in sorted(self._of)
-        ]
-
-    def clear(self) -> None:
-        """Begin a step."""
-        self.pushed.clear()
-        self._missing = {shard.index: len({piece.variable for piece in shard.pieces}) for shard in self._shards}
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        shards = self._of[name]
-
-        def on_gradient(_: Tensor) -> None:
-            if not self.enabled:
-                return
-            for shard in shards:
-                if shard.index in self.pushed:
-                    raise ExchangeError(
-                        f"parameter '{name}': its gradient changed after it was pushed; disable overlap while "
-                        "gradients are accumulated"
-                    )
-                self._missing[shard.index] -= 1
-                if self._missing[shard.index] == 0:
-                    self.pushed.add(shard.index)
-                    self._push(shard)
-
-        return on_gradient
-
+from lightning_autosync.relaxed.transport.payload import Part, pack, unpack
 
 _CLOSING = 30.0
 """Seconds that the server in a worker's process continues for other workers after this worker has closed."""
@@ -110,12 +48,9 @@ class ParameterServer(Synchronizer):
             and complex ones are averaged, frozen parameters over the workers that changed them. In synchronous mode,
             all buffers follow rank 0, as in DDP.
         nodes: the workers of each node; needed if the layout aggregates inside nodes.
-        overlap: whether to push a shard as soon as backward has completed it. Gradients must then not change (by
-            clipping or unscaling) before `step`.
         timeout: seconds to wait for other processes before an `ExchangeError`.
 
     Attributes:
-        overlap: the switch for early pushes, to be off while gradients are accumulated; None without early pushes.
         server: the server in this process; None if there is none.
 
     Raises:
@@ -132,7 +67,6 @@ class ParameterServer(Synchronizer):
         *,
         buffers: Mapping[str, Tensor] | Sequence[tuple[str, Tensor]] = (),
         nodes: Sequence[Sequence[int]] | None = None,
-        overlap: bool = False,
         timeout: float = 600.0,
     ) -> None:
         if layout.workers + layout.servers != mesh.size:
@@ -148,10 +82,6 @@ class ParameterServer(Synchronizer):
             if shard.sparse:
                 self._rule.check_sparse(shard.pieces[0].variable)
         self._parties = parties_of(layout, nodes)
-        if overlap and layout.local_aggregation:
-            raise PlanError(
-                "overlap: local_aggregation sums the gradients of a node before they are pushed; use one of the two"
-            )
         self._mesh, self._layout, self._optimizer, self._consistency = mesh, layout, optimizer, consistency
         self._timeout = timeout
         # A mapping is not copied: it can look up buffers again that a module has replaced.
@@ -160,19 +90,16 @@ class ParameterServer(Synchronizer):
         self._model = ShardedModel(by_name, layout)
         self._shards = {shard.index: shard for shard in layout.shards if self._is_trained(shard)}
         self._of = {owner: layout.of(owner) for owner in layout.owners}
-        self._early = dict.fromkeys(layout.owners, 0)
-        self._wanted: dict[str, Tensor] = {}
         self._loaded: dict[str, Any] = {"step": 0, "progress": 0.0, "optimizer": {}}
-        self._samples = self._pushed = 0
+        self._samples = 0
         self._sums: dict[str, int] = {}
         """`bit_sum` of each frozen parameter as of the last barrier, by name."""
         self._closed = False
         self.server = ShardServer(mesh) if mesh.rank in layout.owners else None
         in_step = consistency.mode == "synchronous"
         self._rpc = ServerRpc(mesh, layout, in_step, timeout)
-        self._pulled = PulledParameters(mesh.rank, layout, self._model, self._buffers, self._rpc)
+        self._pulled = PulledParameters(layout, self._model, self._buffers, self._rpc)
         self._node = self._join_node() if layout.local_aggregation else None
-        self.overlap = OverlappedPushes(by_name, self._shards.values(), self._push_early) if overlap else None
 
     # Methods for the training loop
 
@@ -184,20 +111,17 @@ class ParameterServer(Synchronizer):
         self._loaded = {**self._loaded, "optimizer": {}}  # the servers have it now, so free the memory
         self._catch_up()
         self._sums = self._frozen_sums()
-        self._clear_step()
 
     def step(self, optimizer: Optimizer, samples: int) -> None:
         if optimizer is not self._optimizer:
             raise PlanError("optimizer: a parameter server can step only the optimizer that it was created with")
         self._samples += samples
         with self._waiting("servers"):
+            gradients = self._model.gradients(self._shards.values())
             if self._node is None:
-                early = self.overlap.pushed if self.overlap else ()
-                rest = [shard for shard in self._shards.values() if shard.index not in early]
-                self._exchange(self._model.gradients(rest), 1, ())
+                self._exchange(gradients, 1, ())
             else:
-                self._node.step(self._model.gradients(self._shards.values()), self._exchange)
-        self._clear_step()
+                self._node.step(gradients, self._exchange)
         # Learning-rate schedulers warn unless the local optimizer has stepped. Here the servers' optimizers step.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -211,7 +135,7 @@ class ParameterServer(Synchronizer):
         for owner in self._layout.owners:
             carried = self._carried_buffers() if owner == self._pulled.coordinator else {}
             header = {"samples": self._samples, "since": self._pulled.versions[owner]}
-            self._rpc.send(owner, "server.drain", header, pack(carried).parts)
+            self._rpc.send(owner, "server.drain", header, pack(carried))
         met: list[frozenset[int]] = []
 
         def pass_barrier(mail: Mail) -> None:
@@ -268,8 +192,6 @@ class ParameterServer(Synchronizer):
         if self._closed:
             return
         self._closed = True
-        if self.overlap is not None:
-            self.overlap.close()
         for owner in self._layout.owners:
             with suppress(ExchangeError):
                 self._rpc.send(owner, "server.leave")
@@ -279,43 +201,9 @@ class ParameterServer(Synchronizer):
             self.server.stop()
         self._rpc.close()
 
-    # Methods that only parameter servers have
-
-    def need(self, rows: Mapping[str, Tensor]) -> None:
-        """Restrict the next `step` to pull only the rows that the next batch reads.
-
-        Other rows of these variables keep their old values until they are needed, or until the next `drain`. Of
-        variables that are not in ``rows``, all changed rows are pulled.
-
-        Args:
-            rows: indices of rows, in any order, by name of the row-wise variable.
-
-        Raises:
-            PlanError: a variable has no row-wise shards, or the workers of a node pull together.
-        """
-        if self._node is not None:
-            raise PlanError(
-                "need: with local_aggregation the workers of a node pull together, so rows cannot be selected"
-            )
-        row_wise = {shard.pieces[0].variable for shard in self._layout.shards if shard.width}
-        for name in rows:
-            if name not in row_wise:
-                raise PlanError(f"need: '{name}' is not a row-wise variable; allowed: {', '.join(sorted(row_wise))}")
-        self._wanted = {name: torch.unique(indices.detach().cpu()) for name, indices in rows.items()}
-
     @property
     def state_bytes(self) -> int:
         return self.server.state_bytes if self.server else 0
-
-    @property
-    def bytes_pushed(self) -> int:
-        """Bytes of gradients sent to other processes."""
-        return self._pushed + (self._node.bytes_pushed if self._node is not None else 0)
-
-    @property
-    def bytes_pulled(self) -> int:
-        """Bytes of parameters received from other processes."""
-        return self._pulled.bytes
 
     # Start
 
@@ -347,7 +235,7 @@ class ParameterServer(Synchronizer):
         buffers = self._buffers if mail.sender == self._pulled.coordinator else {}
         shards = self._of[mail.sender]
         packed = pack_setup(setup, shards, self._model, self._loaded["optimizer"], buffers)
-        self._rpc.send(mail.sender, "server.setup", {}, packed.parts)
+        self._rpc.send(mail.sender, "server.setup", {}, packed)
 
     def _catch_up(self) -> None:
         """Arrive at the barrier of servers that are one barrier behind the others.
@@ -359,7 +247,7 @@ class ParameterServer(Synchronizer):
         behind = [owner for owner, epoch in epochs.items() if epoch < newest]
         for owner in behind:
             header = {"samples": 0, "since": self._pulled.versions[owner]}
-            self._rpc.send(owner, "server.drain", header, pack({}).parts)
+            self._rpc.send(owner, "server.drain", header, pack({}))
         known = {owner: step for owner, step in self._pulled.steps.items() if owner not in behind}
         self._rpc.collect({"worker.drained": self._pulled.install}, known)
 
@@ -379,11 +267,6 @@ class ParameterServer(Synchronizer):
 
     # A step
 
-    def _push_early(self, shard: Shard) -> None:
-        packed = pack_gradients(self._model.gradients([shard]))
-        self._early[shard.owner] += 1
-        self._push(shard.owner, packed, None)
-
     def _exchange(self, gradients: Gradients, workers: int, handed_on: Sequence[int]) -> None:
         """Push gradients, install the servers' answers, and pass them on to other workers of the node.
 
@@ -395,19 +278,13 @@ class ParameterServer(Synchronizer):
         settings = hyperparameters(self._optimizer)
         for owner, shards in self._of.items():
             own = {shard.index: gradients[shard.index] for shard in shards if shard.index in gradients}
-            wanted = {
-                shard.index: self._wanted[shard.pieces[0].variable]
-                for shard in shards
-                if shard.width and shard.pieces[0].variable in self._wanted
-            }
-            last = {
-                "pushes": self._early[owner] + 1,
+            header = {
+                "step": self._pulled.steps[owner],
                 "workers": workers,
                 "settings": settings,
                 "since": self._pulled.versions[owner],
-                "wanted": list(wanted),
             }
-            self._push(owner, pack_gradients(own, wanted), last)
+            self._rpc.send(owner, "server.push", header, pack_gradients(own))
 
         def take(mail: Mail) -> None:
             for rank in handed_on:
@@ -416,14 +293,6 @@ class ParameterServer(Synchronizer):
             self._pulled.install(mail)
 
         self._rpc.collect({"worker.values": take})
-
-    def _push(self, owner: int, packed: Packed, last: dict[str, Any] | None) -> None:
-        header: dict[str, Any] = {"step": self._pulled.steps[owner]}
-        if last is not None:
-            header["last"] = last
-        if owner != self._mesh.rank:
-            self._pushed += packed.tensor_bytes
-        self._rpc.send(owner, "server.push", header, packed.parts)
 
     def _carried_buffers(self) -> dict[str, Part]:
         """Tensors to send at a barrier: in synchronous mode rank 0's buffers, as in DDP, otherwise all floating-point
@@ -441,9 +310,3 @@ class ParameterServer(Synchronizer):
         """Numbers that change with the values of frozen parameters, by name."""
         tensors = self._buffers.items()
         return {name: int(bit_sum(one.detach())) for name, one in tensors if isinstance(one, nn.Parameter)}
-
-    def _clear_step(self) -> None:
-        self._wanted = {}
-        self._early = dict.fromkeys(self._early, 0)
-        if self.overlap is not None:
-            self.overlap.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from lightning_autosync.documents import describe_validation_error
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.servers import Shard
 from lightning_autosync.relaxed.model_state import has_mean
-from lightning_autosync.relaxed.server.gradients import Gradients, are_places, unpack_gradients
+from lightning_autosync.relaxed.server.gradients import Gradients, unpack_gradients
 from lightning_autosync.relaxed.server.optimizer import Hyperparameters, check_settings
 from lightning_autosync.relaxed.transport.messages import Mail
-from lightning_autosync.relaxed.transport.payload import Unpacked, unpack
+from lightning_autosync.relaxed.transport.payload import unpack
 
 
 class StalenessClock:
@@ -159,55 +159,35 @@ def _average(given: Sequence[tuple[int, Tensor]]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A worker that waits for parameters: its last complete version, and the rows that it wants, by shard."""
-
-    rank: int
-    since: int
-    wanted: dict[int, Tensor]
-
-
-@dataclass
 class Push:
-    """The gradients that one worker pushed in one step; complete when all of its messages have arrived."""
+    """The gradients that one worker pushed in one step.
+
+    Attributes:
+        workers: number of workers in the sum.
+        settings: hyperparameters of the step.
+        since: version of the parameters that the worker has; it gets what changed after it.
+    """
 
     step: int
-    gradients: Gradients = field(default_factory=dict)
-    received: int = 0
-    expected: int | None = None
-    workers: int = 0
-    settings: Hyperparameters = field(default_factory=list)
-    reader: Reader | None = None
-    """The worker that gets the result; set by the last message."""
-
-    @property
-    def complete(self) -> bool:
-        return self.received == self.expected
-
-
-class _Request(BaseModel):
-    """What the last message of a push says beside its gradients."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    pushes: PositiveInt
-    workers: PositiveInt
-    settings: list[dict[str, Any]]
-    since: NonNegativeInt
-    wanted: list[int]
+    gradients: Gradients
+    workers: int
+    settings: Hyperparameters
+    since: int
 
 
 class _Header(BaseModel):
-    """The header of each message of a push."""
+    """The header of a push."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     step: NonNegativeInt
-    last: _Request | None = None
+    workers: PositiveInt
+    settings: list[dict[str, Any]]
+    since: NonNegativeInt
 
 
-class Pushes:
-    """Incomplete pushes, at most one per worker.
+def read_push(mail: Mail, shards: Mapping[int, Shard], settings: Hyperparameters) -> Push:
+    """The push in a message.
 
     Everything that a worker sends is checked here, before the server's state can change: one worker must not end the
     server for all.
@@ -215,53 +195,14 @@ class Pushes:
     Args:
         shards: shards of this server, by index.
         settings: hyperparameters with which the server began; those of a push must have the same form.
+
+    Raises:
+        ExchangeError: the header has a wrong value, or the gradients fit no shard.
     """
-
-    def __init__(self, shards: Mapping[int, Shard], settings: Hyperparameters) -> None:
-        self._shards = shards
-        self._settings = settings
-        self._of: dict[int, Push] = {}
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._of
-
-    def take(self, mail: Mail) -> Push | None:
-        """Add a message; returns the push if it is now complete.
-
-        Raises:
-            ExchangeError: the message is of another step than those before, its header has a wrong value, or its
-                gradients fit no shard.
-        """
-        rank, header = mail.sender, _read_header(mail)
-        push = self._of.setdefault(rank, Push(header.step))
-        if push.step != header.step:
-            raise ExchangeError(
-                f"rank {rank} pushed gradients of step {header.step} before those of step {push.step} were complete"
-            )
-        message = unpack(mail.payload)
-        push.gradients.update(unpack_gradients(message, self._shards))
-        push.received += 1
-        if header.last is not None:
-            self._complete(push, rank, header.last, message)
-        if push.expected is not None and push.received > push.expected:
-            raise ExchangeError(f"step {push.step} got {push.received} messages, but {push.expected} were announced")
-        return self._of.pop(rank) if push.complete else None
-
-    def _complete(self, push: Push, rank: int, last: _Request, message: Unpacked) -> None:
-        check_settings(last.settings, self._settings)
-        wanted = {index: message.tensors[f"{index}.wanted"] for index in last.wanted}
-        if not all(map(are_places, wanted.values())):
-            raise ExchangeError("the indices of wanted rows must be a list of integers")
-        push.expected, push.workers, push.settings = last.pushes, last.workers, last.settings
-        push.reader = Reader(rank, last.since, wanted)
-
-    def forget(self, rank: int) -> None:
-        """Drop the push of a worker that is gone."""
-        self._of.pop(rank, None)
-
-
-def _read_header(mail: Mail) -> _Header:
     try:
-        return _Header.model_validate(mail.header)
+        header = _Header.model_validate(mail.header)
     except ValidationError as error:
         raise ExchangeError(f"header of a push: {describe_validation_error(error, mail.header)}") from None
+    gradients = unpack_gradients(unpack(mail.payload), shards)
+    check_settings(header.settings, settings)
+    return Push(header.step, gradients, header.workers, header.settings, header.since)

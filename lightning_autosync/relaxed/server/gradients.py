@@ -34,9 +34,9 @@ Gradients = dict[int, Gradient]
 """Gradients by index of the shard; shards without a gradient are left out."""
 
 
-def pack_gradients(gradients: Gradients, wanted: Mapping[int, Tensor] | None = None) -> Packed:
-    """The payload of a push: gradients, and the rows, by shard, that the worker wants back."""
-    tensors: dict[str, Part] = {f"{index}.wanted": rows for index, rows in (wanted or {}).items()}
+def pack_gradients(gradients: Gradients) -> Packed:
+    """The payload of a push."""
+    tensors: dict[str, Part] = {}
     counts: dict[str, list[int]] = {}
     for index, gradient in gradients.items():
         if isinstance(gradient, Rows):
@@ -81,13 +81,13 @@ def _rows(message: Unpacked, shard: Shard, gradients: int) -> Rows:
         and int(indices[-1]) < shard.first_row + shard.rows
         and bool((indices[1:] > indices[:-1]).all())
     )
-    if not inside or not are_places(indices) or list(values.shape) != [indices.numel(), shard.width]:
+    if not inside or not _are_places(indices) or list(values.shape) != [indices.numel(), shard.width]:
         raise ExchangeError(f"rows do not fit shard {shard.index} of group '{shard.group}'")
     _check_dtype(values, shard)
     return Rows(indices, values, gradients)
 
 
-def are_places(indices: Tensor) -> bool:
+def _are_places(indices: Tensor) -> bool:
     """Whether a tensor can hold indices of rows: integers in one dimension."""
     kind = indices.dtype
     return indices.dim() == 1 and not (kind.is_floating_point or kind.is_complex or kind == torch.bool)

@@ -92,9 +92,6 @@ class NodeExchange:
     Args:
         shards: all trained shards, by index.
         of: shards of each server, by its rank.
-
-    Attributes:
-        bytes_pushed: bytes of gradients handed to other workers.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class NodeExchange:
         shards: Mapping[int, Shard],
         of: Mapping[int, Sequence[Shard]],
     ) -> None:
-        self.bytes_pushed = 0
         self._rank, self._node = rank, Node(rank, members)
         self._rpc, self._pulled, self._model, self._shards, self._of = rpc, pulled, model, shards, of
         self._told = False
@@ -131,9 +127,8 @@ class NodeExchange:
                 # Sent again if the leader is lost: the next one may have to repeat the step.
                 handed_to = self._node.leader
                 self._rpc.answers.clear()
-                self.bytes_pushed += packed.tensor_bytes
                 with suppress(ExchangeError):  # the loss arrives as an event of its own
-                    self._rpc.send(handed_to, "node.push", {"step": step}, packed.parts)
+                    self._rpc.send(handed_to, "node.push", {"step": step}, packed)
             self._rpc.handle_next({"node.values": self._install}, deadline)
 
     def finish(self) -> None:
@@ -173,7 +168,6 @@ class NodeExchange:
                     "version": self._pulled.versions[owner],
                     "epoch": self._pulled.epochs[owner],
                     "progress": self._pulled.progress,
-                    "partial": False,
                 }
                 with suppress(ExchangeError):
-                    self._rpc.send(rank, "node.values", header, pack(tensors).parts)
+                    self._rpc.send(rank, "node.values", header, pack(tensors))

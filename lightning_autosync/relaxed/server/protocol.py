@@ -5,7 +5,7 @@ worker to server
 ====================  ====================================================================================
 ``server.join``       the worker starts or returns, and requests the parameters
 ``server.setup``      the shards of this server and their update rule (from rank 0, once)
-``server.push``       gradients of some shards in a step; the last push of a step requests the result
+``server.push``       the gradients of a step, and the request of the result
 ``server.finish``     the worker has no more data: do not wait for it
 ``server.drain``      the worker is at the barrier
 ``server.state``      request of the optimizer's state

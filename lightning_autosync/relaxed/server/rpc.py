@@ -6,7 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ class EventQueue:
     """
 
     def __init__(self, mesh: Mesh, kinds: Mapping[str, Sequence[str]]) -> None:
-        self._mesh = mesh
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._subscriptions = ExitStack()
         for prefix, names in kinds.items():
@@ -73,12 +72,6 @@ class EventQueue:
     def wake(self) -> None:
         """Let the thread that waits in `next` return."""
         self._events.put(None)
-
-    def send(
-        self, peer: int, kind: str, header: Mapping[str, Any] | None = None, parts: Sequence[memoryview | Tensor] = ()
-    ) -> None:
-        """Like `Mesh.send`; the parts must not change until the peer answers or is gone."""
-        self._mesh.send(peer, kind, header or {}, parts)
 
 
 class Deadline:
@@ -137,7 +130,7 @@ class ServerRpc:
         self.answers: dict[int, int] = {}
         self.handlers: dict[str, Callable[[Mail], None]] = {}
         self.on_absence: Callable[[int], None] = lambda rank: None
-        self._owners, self._workers = frozenset(layout.owners), layout.workers
+        self._mesh, self._owners, self._workers = mesh, frozenset(layout.owners), layout.workers
         self._in_step, self._timeout = in_step, timeout
         self._events = EventQueue(mesh, {"worker": TO_WORKER, "node": TO_NODE})
 
@@ -148,14 +141,14 @@ class ServerRpc:
         header: Mapping[str, object] | None = None,
         parts: Sequence[memoryview | Tensor] = (),
     ) -> None:
-        """Queue a message.
+        """Queue a message; ``parts`` must not change until the peer answers or is gone.
 
         Raises:
             ExchangeError: the peer is a server that is gone.
             PeerLost: the peer is another worker that is gone.
         """
         try:
-            self._events.send(peer, kind, header, parts)
+            self._mesh.send(peer, kind, header or {}, parts)
         except PeerLost as error:
             if peer in self._owners:
                 raise _server_gone(peer, error.why) from None
@@ -234,23 +227,17 @@ class PulledParameters:
         versions: the last version of each server's parameters that this worker has completely.
         epochs: number of barriers that each server had passed at its last answer.
         progress: number of steps that the parameters represent.
-        bytes: bytes of parameters received from other processes.
     """
 
     def __init__(
-        self,
-        rank: int,
-        layout: ServerLayout,
-        model: ShardedModel,
-        buffers: Mapping[str, Tensor],
-        rpc: ServerRpc,
+        self, layout: ServerLayout, model: ShardedModel, buffers: Mapping[str, Tensor], rpc: ServerRpc
     ) -> None:
         self.steps = dict.fromkeys(layout.owners, 0)
         self.versions = dict.fromkeys(layout.owners, 0)
         self.epochs = dict.fromkeys(layout.owners, 0)
-        self.progress = self.bytes = 0
+        self.progress = 0
         self.coordinator = layout.owners[0]
-        self._rank, self._model, self._buffers, self._rpc = rank, model, buffers, rpc
+        self._model, self._buffers, self._rpc = model, buffers, rpc
         self._shards: dict[int, Sequence[Shard]] = {owner: layout.of(owner) for owner in layout.owners}
 
     @property
@@ -264,10 +251,7 @@ class PulledParameters:
         message = unpack(mail.payload)
         self._model.install(message, self._shards[owner])
         self._install_buffers(message)
-        if mail.sender != self._rank:
-            self.bytes += message.tensor_bytes
-        if not mail.header["partial"]:
-            self.versions[owner] = mail.header["version"]
+        self.versions[owner] = mail.header["version"]
         if owner == self.coordinator:
             self.progress = max(self.progress, whole_steps(mail.header["progress"]))
         self.epochs[owner] = mail.header["epoch"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_autosync.errors import AutoSyncError, ExchangeError
 from lightning_autosync.plan.servers import Shard
-from lightning_autosync.relaxed.server.clock import Barrier, Push, Pushes, Reader, StalenessClock
+from lightning_autosync.relaxed.server.clock import Barrier, Push, StalenessClock, read_push
 from lightning_autosync.relaxed.server.gradients import add
 from lightning_autosync.relaxed.server.protocol import TO_SERVER, Setup
 from lightning_autosync.relaxed.server.rpc import Absence, BadMessageError, Event, EventQueue, attributed_to
@@ -45,19 +45,14 @@ class ShardServer:
         self._party_of: dict[int, int] = {}
         self._present: set[int] = set()
         self._newcomers: set[int] = set()
-        self._pushes = Pushes({}, [])
         self._whole: dict[int, Push] = {}
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, int] = {}
+        """Version of the parameters that each rank has which waits for its next step."""
         self._gone: set[int] = set()
         self._idle: set[int] = set()
         self._events = EventQueue(mesh, {"server": TO_SERVER})
         self._thread = threading.Thread(target=self._serve, name="autosync-server", daemon=True)
         self._thread.start()
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of parameters kept here."""
-        return self._store.parameter_bytes if self._setup else 0
 
     @property
     def state_bytes(self) -> int:
@@ -150,7 +145,6 @@ class ShardServer:
         self._clock.restore(setup.step, setup.progress)
         self._party_of = {rank: party for party, ranks in enumerate(setup.parties) for rank in ranks}
         self._shards = {shard.index: shard for shard in own}
-        self._pushes = Pushes(self._shards, setup.rule.groups)
         self._present = set(self._party_of) - self._gone
         self._store, self._barrier, self._setup = store, Barrier(buffers), setup
         for party in self._clock.parties:
@@ -171,24 +165,23 @@ class ShardServer:
         self._present.add(rank)
         self._idle.discard(rank)
         step = self._clock.steps[party] if party in self._clock else self._clock.add(party)
-        self._answer(Reader(rank, 0, {}), "worker.values", step, everything=True)
+        self._answer(rank, 0, "worker.values", step, everything=True)
 
     # Steps
 
     def _pushed(self, mail: Mail) -> None:
+        assert self._setup is not None
         rank, party = mail.sender, self._party_of[mail.sender]
         with attributed_to(rank):
             if party not in self._clock:
                 raise ExchangeError("gradients came after the worker had finished")
-            push = self._pushes.take(mail)
+            push = read_push(mail, self._shards, self._setup.rule.groups)
         self._require_everybody()
-        if push is not None:
-            assert push.reader is not None
-            self._readers[rank] = push.reader
-            for waiting in self._barrier.arrived:
-                self._tell(waiting, "worker.extend")
-            self._completed(party, push)
-            self._go_on()
+        self._readers[rank] = push.since
+        for waiting in self._barrier.arrived:
+            self._tell(waiting, "worker.extend")
+        self._completed(party, push)
+        self._go_on()
 
     def _completed(self, party: int, push: Push) -> None:
         # The new leader of a node may repeat a push of the lost leader.
@@ -212,26 +205,27 @@ class ShardServer:
             self._store.update(total, pushes[0].settings)
             for party in self._clock.parties:
                 self._clock.advance(party, 1.0 / len(self._clock.parties))
-        for rank, reader in sorted(self._readers.items()):
+        for rank, since in sorted(self._readers.items()):
             party = self._party_of[rank]
-            if rank not in self._pushes and party not in self._whole and self._clock.may_read(party):
+            if party not in self._whole and self._clock.may_read(party):
                 del self._readers[rank]
-                self._answer(reader, "worker.values", self._clock.steps[party])
+                self._answer(rank, since, "worker.values", self._clock.steps[party])
 
     def _answer(
         self,
-        reader: Reader,
+        rank: int,
+        since: int,
         kind: str,
         step: int,
         everything: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Send parameters: dense shards completely, of tables only the rows that changed and are wanted."""
+        """Send parameters: dense shards completely, of tables only the rows that changed after version ``since``."""
         assert self._setup is not None
         tensors: dict[str, Part] = {}
         for index, shard in self._shards.items():
             if shard.width and not everything:
-                rows = self._store.changed_rows(index, reader.since, reader.wanted.get(index))
+                rows = self._store.changed_rows(index, since)
                 tensors[f"{index}.rows"], tensors[f"{index}.values"] = rows.indices, rows.values
             else:
                 values = self._store.values(index)
@@ -243,10 +237,9 @@ class ShardServer:
             "epoch": self._barrier.passed,
             "version": self._store.version,
             "progress": self._clock.progress,
-            "partial": bool(reader.wanted),
             "met": sorted(self._barrier.met),
         }
-        self._tell(reader.rank, kind, header, pack(tensors).parts)
+        self._tell(rank, kind, header, pack(tensors))
 
     # Finish, barriers and losses
 
@@ -283,7 +276,7 @@ class ShardServer:
         arrived, buffers = self._barrier.leave()
         for rank, since in sorted(arrived.items()):
             if rank in self._present:
-                self._answer(Reader(rank, since, {}), "worker.drained", step, buffers=buffers)
+                self._answer(rank, since, "worker.drained", step, buffers=buffers)
 
     def _give_state(self, mail: Mail) -> None:
         tensors: dict[str, Part] = {}
@@ -292,7 +285,7 @@ class ShardServer:
             name = f"state.{len(states)}"
             tensors[name] = tensor.clone()
             states.append([name, variable, start, key])
-        self._tell(mail.sender, "worker.state", {}, pack(tensors, {"states": states}).parts)
+        self._tell(mail.sender, "worker.state", {}, pack(tensors, {"states": states}))
 
     def _absent(self, absence: Absence) -> None:
         self._gone.add(absence.rank)
@@ -302,7 +295,6 @@ class ShardServer:
         rank = absence.rank
         self._present.discard(rank)
         self._readers.pop(rank, None)
-        self._pushes.forget(rank)
         self._barrier.forget(rank)
         if absence.lost and self._setup.synchronous:
             self._fail(f"rank {rank} is lost ({absence.why}), and synchronous steps need every worker")
@@ -333,7 +325,7 @@ class ShardServer:
     def _tell(self, rank: int, kind: str, header: Mapping[str, Any] | None = None, parts: Any = ()) -> None:
         # If the worker is gone, an event of its own reports that.
         with suppress(ExchangeError):
-            self._events.send(rank, kind, header, parts)
+            self._mesh.send(rank, kind, header or {}, parts)
 
 
 def serve(

@@ -46,18 +46,14 @@ class ShardStore:
         """The parameters [numel] of a shard; a view, which the next update changes."""
         return self._values[index]
 
-    def changed_rows(self, index: int, since: int, wanted: Tensor | None = None) -> Rows:
-        """Rows of a row-wise shard that changed after version ``since``; with ``wanted`` (ascending), only those.
+    def changed_rows(self, index: int, since: int) -> Rows:
+        """Rows of a row-wise shard that changed after version ``since``.
 
         Indices count from the first row of the whole table.
         """
         shard = self._shards[index]
         table = self._values[index].view(shard.rows, shard.width)
-        if wanted is None:
-            chosen = (self._row_versions[index] > since).nonzero().view(-1)
-        else:
-            inside = wanted[(wanted >= shard.first_row) & (wanted < shard.first_row + shard.rows)] - shard.first_row
-            chosen = inside[self._row_versions[index][inside] > since]
+        chosen = (self._row_versions[index] > since).nonzero().view(-1)
         return Rows(chosen + shard.first_row, table[chosen], gradients=0)
 
     def update(self, gradients: Mapping[int, Gradient], settings: Hyperparameters) -> None:
@@ -96,11 +92,6 @@ class ShardStore:
             return None, table.clone()
         rows = gradient.indices - shard.first_row
         return rows, table[rows]
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters kept here."""
-        return sum(shard.bytes for shard in self._shards.values())
 
     @property
     def state_bytes(self) -> int:

@@ -43,11 +43,8 @@ Part = Tensor | Sequence[Tensor]
 """A tensor, or several tensors of one dtype that the receiver gets as one flat tensor."""
 
 
-class Packed(NamedTuple):
-    """A payload: its parts, and the number of bytes in its tensors."""
-
-    parts: list[memoryview | Tensor]
-    tensor_bytes: int
+Packed = list[memoryview | Tensor]
+"""The parts of a payload, as `Mesh.send` takes them."""
 
 
 class Unpacked(NamedTuple):
@@ -55,7 +52,6 @@ class Unpacked(NamedTuple):
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
-    tensor_bytes: int
 
 
 def can_travel(tensor: Tensor) -> bool:
@@ -70,8 +66,7 @@ def pack(tensors: Mapping[str, Part], values: Mapping[str, Any] | None = None) -
         ExchangeError: a tensor is sparse or has an unknown dtype.
     """
     directory: list[Any] = []
-    body: list[memoryview | Tensor] = []
-    total = 0
+    body: Packed = []
     for name, part in tensors.items():
         pieces = [part] if isinstance(part, Tensor) else list(part)
         shape = list(part.shape) if isinstance(part, Tensor) else [sum(piece.numel() for piece in pieces)]
@@ -82,12 +77,10 @@ def pack(tensors: Mapping[str, Part], values: Mapping[str, Any] | None = None) -
             )
         pieces = [piece.detach().to("cpu").contiguous() for piece in pieces]
         directory.append([name, str(pieces[0].dtype).removeprefix("torch."), shape])
-        size = sum(piece.nbytes for piece in pieces)
-        body += [*pieces, _padding(size)]
-        total += size
+        body += [*pieces, _padding(sum(piece.nbytes for piece in pieces))]
     text = json.dumps([directory, values or {}], separators=(",", ":")).encode()
     head = _LENGTH.pack(len(text)) + text
-    return Packed([memoryview(head), _padding(len(head)), *body], total)
+    return [memoryview(head), _padding(len(head)), *body]
 
 
 def unpack(payload: memoryview) -> Unpacked:
@@ -101,7 +94,6 @@ def unpack(payload: memoryview) -> Unpacked:
         directory, values = json.loads(bytes(payload[_LENGTH.size : _LENGTH.size + length]))
         tensors: dict[str, Tensor] = {}
         position = _aligned(_LENGTH.size + length)
-        total = 0
         for name, dtype_name, shape in directory:
             dtype = _DTYPES[dtype_name]
             count = math.prod(shape)
@@ -114,10 +106,9 @@ def unpack(payload: memoryview) -> Unpacked:
                 flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=position)
             tensors[name] = flat.to(dtype).view(shape)
             position = _aligned(position + size)
-            total += size
     except (struct.error, ValueError, KeyError, TypeError) as cause:
         raise ExchangeError(f"a message of named tensors cannot be read: {cause}") from None
-    return Unpacked(tensors, values, total)
+    return Unpacked(tensors, values)
 
 
 def _aligned(position: int) -> int:

@@ -16,8 +16,7 @@ from pathlib import Path
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import MOST_BYTES, parse_json, write_text, writing
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.search.memory.entry import TunedPlan
-from lightning_autosync.search.memory.key import TuningKey
+from lightning_autosync.search.memory.entry import TunedPlan, TuningKey
 from lightning_autosync.search.memory.nearness import Source, nearest
 
 VARIABLE = "LIGHTNING_AUTOSYNC_CACHE"

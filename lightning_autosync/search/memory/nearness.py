@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.plan import SEMANTICS
-from lightning_autosync.search.memory.entry import TunedPlan
-from lightning_autosync.search.memory.key import TuningKey
+from lightning_autosync.search.memory.entry import TunedPlan, TuningKey
 
 RATE_STEP = 1.25
 """Factor between rates that count as one step apart; measured rates vary by less."""

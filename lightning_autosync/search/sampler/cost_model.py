@@ -79,8 +79,6 @@ class CostModel:
     """Estimates the step time of plans for one workload on one cluster.
 
     Args:
-        workload: workload of the search.
-        cluster: cluster of the search.
         estimator: simulator; None if the rates of the links are unknown. Then all plans are equal at first.
         sources: samples of other workloads or clusters, which show the simulator's errors.
     """

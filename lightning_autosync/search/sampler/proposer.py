@@ -54,7 +54,6 @@ class Proposal:
     """A plan to measure.
 
     Attributes:
-        point: point in normal form.
         origin: how the candidate was generated.
         predicted: estimated seconds of a step.
         refined: plan to measure if it refines the point; None for the point's own plan.
@@ -178,7 +177,6 @@ class Proposer:
         """The next point to measure.
 
         Args:
-            observations: observations of the study.
             number: number of the trial. While k earlier trials are still choosing, it gets the plan on place k + 1, so
                 that processes that choose at the same time do not choose the same plan.
             given: fixed values of some parameters; then the plan is the point's own.

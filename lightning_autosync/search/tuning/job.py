@@ -39,7 +39,6 @@ class TuningJob:
     """The job to tune.
 
     Attributes:
-        settings: settings of the run.
         cluster: the machines, scaled and in the chosen rank order.
         workload: variables of the model, with row-sparse gradients of embedding tables.
     """
@@ -118,8 +117,6 @@ class PriorKnowledge:
 
     Attributes:
         estimator: predicts times of plans; None if the rates of the links are unknown.
-        constants: constants of the hosts.
-        studies: studies of other models and clusters.
         samples: measured steps of other models and clusters.
         fitted: whether the estimator was fitted before, with constants of its own.
     """

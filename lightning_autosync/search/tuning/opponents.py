@@ -72,7 +72,6 @@ class Opponents:
     The study stores the results for resumed runs.
 
     Args:
-        job: job to tune.
         session: live workers of the job.
         reference: reference plan, which shows the drift of the machine.
         study: study that stores the results.

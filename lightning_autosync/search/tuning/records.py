@@ -131,7 +131,6 @@ def correction_of(
     """The correction of seconds to the speed of one run, by the reference plan beside each batch.
 
     Args:
-        records: records of the study.
         run: target run; None treats all trials as one run.
         now: by trial, further seconds of the reference in that run, of a batch without finished trials.
     """
@@ -166,10 +165,8 @@ def ranked(
     A plan that was measured several times has the median of its times and is represented by its first trial.
 
     Args:
-        records: records of the study.
         run: run to whose speed seconds are corrected; None treats all trials as one run.
         now: as in `correction_of`.
-        states: states of trials to rank.
     """
     correction = correction_of(records, run, now)
     by_plan: dict[str, list[tuple[TrialRecord, float]]] = {}

@@ -82,7 +82,6 @@ class TuningRun:
     """One tuning run.
 
     Args:
-        settings: settings of the run.
         directory: directory of the run; that of an earlier run resumes it.
         saving: stack that blocks further interrupts after a first Ctrl-C, until the caller has written the result.
         report: told of each batch of trials.
@@ -304,8 +303,6 @@ def predicted_plan(job: TuningJob, constants: Constants, seconds: float) -> Sync
     """The exact plan that is predicted to be the fastest, found without a trial.
 
     Args:
-        job: job to tune.
-        constants: constants of the hosts.
         seconds: maximum seconds of the search.
 
     Returns:

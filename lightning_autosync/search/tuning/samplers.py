@@ -37,8 +37,6 @@ class BucketSpace:
     """A space of plans with native all-reduces in buckets of one size, with all attributes that a study needs.
 
     Attributes:
-        workload: workload of the plans.
-        cluster: cluster of the plans.
         semantics: always ``exact``.
     """
 

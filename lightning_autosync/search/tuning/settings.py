@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from lightning_autosync.cluster import Bytes
 from lightning_autosync.documents import Configuration, Count, Index, Record
 from lightning_autosync.learned.registry import SimulatorSettings
 from lightning_autosync.measure.bench import settings as bench
 from lightning_autosync.measure.interleaving import TrialSettings
 from lightning_autosync.plan import builders
-from lightning_autosync.search.hybrid.settings import ParallelSettings
 from lightning_autosync.search.sampler.proposer import SamplerSizes
 from lightning_autosync.search.transfer import TransferSettings
 
@@ -77,6 +77,30 @@ class StudySettings(Record):
 
     name: Annotated[str, Field(min_length=1)] = "tune"
     storage: str | None = None
+
+
+class ParallelSettings(Record):
+    """What a tuning run may change.
+
+    Attributes:
+        kind: ``data`` tunes how gradients are synchronized. ``hybrid`` also tunes how operators are split over a mesh.
+        memory: maximum bytes of a rank, for ``hybrid``; None for no limit.
+        rates: file of rates from an earlier run; None measures them on the live workers.
+        trials: number of plans with split operators to measure.
+    """
+
+    kind: Literal["data", "hybrid"] = "data"
+    memory: Bytes | None = None
+    rates: str | None = None
+    trials: Count = 8
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelSettings:
+        if self.kind == "data":
+            for name in ("memory", "rates"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: allowed with parallel=hybrid only")
+        return self
 
 
 class TuningSettings(bench.BenchSettings):

@@ -44,8 +44,6 @@ class Trials:
     """The trials of one run in its study. Methods raise `StorageError` if the study's storage does not answer.
 
     Attributes:
-        study: study of the trials.
-        space: space of their points.
         sampler: name of the sampler, used as origin of trials without one.
         run: name of the run's directory (`lightning_autosync.documents.identity`).
         alone: whether nobody else works on the study, so that every running trial is a leftover of an interruption.
@@ -124,8 +122,6 @@ class Trials:
         """Store a measurement and end its trial.
 
         Args:
-            trial: trial of the measurement.
-            measurement: measurement of the trial's plan.
             batch: number of the first trial of the batch.
             reference: seconds of a step of the reference plan, measured with the batch; None if unknown.
         """

@@ -51,9 +51,7 @@ class Tuner:
     """Asks the study for plans, measures them, and tells the study their times.
 
     Args:
-        job: job to tune.
         session: live workers of the job.
-        trials: trials of the study.
         opponents: opponents, among them the best DDP.
         reference: reference plan, which shows the drift of the machine.
         replay: predicts the time of each plan before it is measured; None if the rates of the links are unknown.

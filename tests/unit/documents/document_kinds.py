@@ -936,7 +936,7 @@ KINDS: dict[str, Kind] = {
     "tuned plan": Kind(
         _make_tuned_plan,
         _read_tuned_plan,
-        ("search.memory.key", "search.memory.entry", "search.memory.cache"),
+        ("search.memory.entry", "search.memory.cache"),
     ),
     "timelines": Kind(_make_timelines, _read_timelines, ("report.timeline",)),
     "rates": Kind(_make_rates, _read_rates, ("lab.convergence.result",)),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.hybrid.execution.checked_reader import CheckedReader
+from lightning_autosync.hybrid.execution.sharded_checkpoint import CheckedReader
 
 TENSORS = {
     "weight": torch.arange(12.0).reshape(3, 4),

@@ -17,10 +17,9 @@ from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import BOXING_FORWARD, Settings, memory_bytes, step_seconds
 from lightning_autosync.hybrid.descent import Descent
 from lightning_autosync.hybrid.exact import exact
-from lightning_autosync.hybrid.memory import MemoryStage, peak_bytes
 from lightning_autosync.hybrid.mesh import shapes
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
-from lightning_autosync.hybrid.prediction import predict
+from lightning_autosync.hybrid.prediction import MemoryStage, peak_bytes, predict
 from lightning_autosync.hybrid.search import search
 from lightning_autosync.hybrid.structure import structure
 from lightning_autosync.hybrid.tables import plan_of

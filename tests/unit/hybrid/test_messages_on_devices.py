@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_autosync.hybrid.execution import clipping, equivalence, live_mesh
+from lightning_autosync.hybrid.execution import equivalence, live_mesh, reduction
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 DEVICE = torch.device("meta")
@@ -34,8 +34,8 @@ def test_a_number_on_the_cpu_is_compared_on_the_device(split: SplitModel, sent: 
 
 
 def test_the_norm_of_no_gradients_is_on_the_device(split: SplitModel, sent: list[Tensor]) -> None:
-    with mock.patch.object(clipping, "group_device", return_value=DEVICE):
-        assert clipping.gradient_norm(split, split.module.parameters()).device == DEVICE
+    with mock.patch.object(reduction, "group_device", return_value=DEVICE):
+        assert reduction.gradient_norm(split, split.module.parameters()).device == DEVICE
     assert [tensor.device for tensor in sent] == [DEVICE]
 
 

@@ -9,7 +9,7 @@ from schemas import check_schema
 from sweeps import examples
 
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.hybrid.fitting import Timing, fit_rate
+from lightning_autosync.hybrid.pricing import Timing, fit_rate
 from lightning_autosync.hybrid.rates import CollectiveRate, HybridRates
 
 WIRE = 40e-9

@@ -49,7 +49,6 @@ def test_every_element_has_one_server(data: st.DataObject) -> None:
     for variable in WORKLOAD.variables:
         assert sorted(kept[variable.name]) == list(range(variable.numel))
     assert sum(shard.bytes for shard in layout.shards) == WORKLOAD.bytes
-    assert sum(layout.remote_bytes(rank) for rank in range(size)) == (size - 1) * WORKLOAD.bytes
     assert ServerLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
 
 

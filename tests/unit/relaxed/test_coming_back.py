@@ -17,9 +17,8 @@ from strangers import SECRET
 from lightning_autosync.engine.secret import seal
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Consistency
-from lightning_autosync.relaxed.averaging_worker import _MODEL
+from lightning_autosync.relaxed.averaging_worker import _MODEL, PartialReduce
 from lightning_autosync.relaxed.model_state import ModelTensors
-from lightning_autosync.relaxed.partial_reduce import PartialReduce
 from lightning_autosync.relaxed.periodic import Periodic
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.relaxed.transport.mesh import Mesh
@@ -83,7 +82,7 @@ def test_a_model_for_a_predecessor_is_not_taken() -> None:
     module = torch.nn.Linear(2, 1, bias=False)
     settings = Consistency(mode="partial_reduce", group_size=2, weighting="constant")
     worker = PartialReduce(taker, ModelTensors.of(module), settings, timeout=20.0)
-    nothing = pack({}).parts
+    nothing = pack({})
     size = payload_size(as_bytes(nothing))
     for visit in (1, 2):
         header = {"iteration": visit, "facts": {}, "visit": visit, "optimizer": size}

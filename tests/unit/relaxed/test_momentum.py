@@ -10,9 +10,8 @@ from test_group_average import together
 from torch import Tensor, nn
 
 from lightning_autosync.plan import Consistency
-from lightning_autosync.relaxed.averaging_worker import AveragingWorker
+from lightning_autosync.relaxed.averaging_worker import AveragingWorker, PartialReduce
 from lightning_autosync.relaxed.model_state import ModelTensors
-from lightning_autosync.relaxed.partial_reduce import PartialReduce
 from lightning_autosync.relaxed.periodic import Periodic
 from lightning_autosync.relaxed.transport.mesh import Mesh
 

@@ -18,7 +18,7 @@ from lightning_autosync.relaxed.transport.payload import Packed, pack
 
 
 def arrived(packed: Packed) -> DonatedOptimizer | None:
-    return DonatedOptimizer.found(3, memoryview(bytearray(b"".join(as_bytes(packed.parts)))))
+    return DonatedOptimizer.found(3, memoryview(bytearray(b"".join(as_bytes(packed)))))
 
 
 def make(kind: Any, module: nn.Module, **options: Any) -> Optimizer:

@@ -99,16 +99,16 @@ def play(*parts: Callable[[], Any]) -> list[Any]:
 
 
 SETTINGS = {"lr": 0.1, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
-REQUEST = {"pushes": 1, "workers": 1, "settings": [SETTINGS], "since": 0, "wanted": []}
+HEADER = {"step": 0, "workers": 1, "settings": [SETTINGS], "since": 0}
 HEADERS = {
-    "payload": {"step": 0},
+    "payload": HEADER,
     "header": {"nonsense": True},
-    "step": {"step": "none", "last": REQUEST},
-    "workers": {"step": 0, "last": {**REQUEST, "workers": 0}},
-    "version": {"step": 0, "last": {**REQUEST, "since": "now"}},
-    "groups": {"step": 0, "last": {**REQUEST, "settings": []}},
-    "group": {"step": 0, "last": {**REQUEST, "settings": [{**SETTINGS, "params": []}]}},
-    "setting": {"step": 0, "last": {**REQUEST, "settings": [{**SETTINGS, "lr": "fast"}]}},
+    "step": {**HEADER, "step": "none"},
+    "workers": {**HEADER, "workers": 0},
+    "version": {**HEADER, "since": "now"},
+    "groups": {**HEADER, "settings": []},
+    "group": {**HEADER, "settings": [{**SETTINGS, "params": []}]},
+    "setting": {**HEADER, "settings": [{**SETTINGS, "lr": "fast"}]},
 }
 """Headers of a push, by what is wrong; ``payload`` comes with a payload that is none."""
 
@@ -132,7 +132,7 @@ def test_what_one_worker_sends_does_not_end_the_others(damage: str) -> None:
     def bad() -> str:
         worker = Worker(store, 2, "asynchronous")
         worker.running.start()
-        parts = [memoryview(b"noise")] if damage == "payload" else pack({}, {}).parts
+        parts = [memoryview(b"noise")] if damage == "payload" else pack({}, {})
         for server in (0, 1):
             worker.mesh.send(server, "server.push", HEADERS[damage], parts)
         store.set("sent", "")

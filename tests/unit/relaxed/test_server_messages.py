@@ -35,7 +35,7 @@ DTYPES = [
 
 
 def travelled(packed: Packed) -> memoryview:
-    return memoryview(bytearray(b"".join(as_bytes(packed.parts))))
+    return memoryview(bytearray(b"".join(as_bytes(packed))))
 
 
 @examples()
@@ -49,14 +49,12 @@ def test_tensors_and_values_survive(shapes: list[tuple[list[int], torch.dtype]],
         str(number): torch.randint(0, 2, shape, generator=generator).to(dtype)
         for number, (shape, dtype) in enumerate(shapes)
     }
-    packed = pack(tensors, {"text": text})
-    found = unpack(travelled(packed))
+    found = unpack(travelled(pack(tensors, {"text": text})))
     assert found.values == {"text": text}
     assert found.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found.tensors[name].dtype == tensor.dtype
         torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=0)
-    assert packed.tensor_bytes == found.tensor_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "noise", "length"])

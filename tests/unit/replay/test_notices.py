@@ -9,8 +9,8 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.replay.frames import queues_of_notices
 from lightning_autosync.replay.network import NetworkArrays
-from lightning_autosync.replay.notices import queues_of_notices
 from lightning_autosync.replay.stages import BACKWARDS
 from lightning_autosync.workload import Variable, Workload
 

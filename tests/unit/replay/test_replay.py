@@ -14,7 +14,7 @@ from lightning_autosync.plan import Compressor, Message, Round, Schedule, Tree, 
 from lightning_autosync.plan.topologies.ring import path_from, path_towards
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.replay.frames import count_frames
-from lightning_autosync.replay.replay import FRAMES_LIMIT, replay
+from lightning_autosync.replay.replay import FRAMES_LIMIT
 from lightning_autosync.workload import Variable, Workload
 
 IDEAL = Constants.ideal()
@@ -93,7 +93,7 @@ def test_times_measured_on_emulated_links() -> None:
     errors = []
     for spec, size, builder, seconds in measured:
         work = Workload(name="flat", variables=(Variable(name="p", shape=(size * 2**18,)),))
-        predicted = replay(compiled(builder, work, spec), work, spec, Constants(cores=2)).step_time
+        predicted = Replay(work, spec, Constants(cores=2)).predict(compiled(builder, work, spec)).step_time
         errors.append(abs(predicted / seconds - 1))
     assert sorted(errors)[len(errors) // 2] < 0.05
     assert max(errors) < 0.15
@@ -180,17 +180,17 @@ def test_no_link_is_busy_for_longer_than_the_step(forward: float, burst: float, 
 
 def test_schedules_for_other_ranks_are_refused() -> None:
     with pytest.raises(PlanError, match="for 3 ranks"):
-        replay(schedule(3, [all_reduce()]), workload(), one_switch(2))
+        Replay(workload(), one_switch(2)).predict(schedule(3, [all_reduce()]))
 
 
 def test_schedules_of_other_models_are_refused() -> None:
     with pytest.raises(PlanError, match="schedule: 'p' is not a parameter of workload 'many'"):
-        replay(compiled("all_reduce", BIG, CLUSTERS["equal"]), MANY, CLUSTERS["equal"])
+        Replay(MANY, CLUSTERS["equal"]).predict(compiled("all_reduce", BIG, CLUSTERS["equal"]))
 
 
 def test_a_detail_that_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="detail: 'frame' is not known; allowed: auto, frames, fluid"):
-        replay(schedule(2, [all_reduce()]), workload(), one_switch(2), detail="frame")  # type: ignore[arg-type]
+        Replay(workload(), one_switch(2)).predict(schedule(2, [all_reduce()]), detail="frame")  # type: ignore[arg-type]
 
 
 def test_unknown_rates_are_refused() -> None:

@@ -99,7 +99,7 @@ def test_every_other_part_is(part: str) -> None:
 def test_of_torch_s_version_the_first_two_numbers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def fingerprint(torch: str, package: str = "1.0") -> str:
         monkeypatch.setattr(
-            "lightning_autosync.search.memory.key.version", lambda name: torch if name == "torch" else package
+            "lightning_autosync.search.memory.entry.version", lambda name: torch if name == "torch" else package
         )
         return TuningKey.of(workload(), HOSTS, "cpu").fingerprint
 

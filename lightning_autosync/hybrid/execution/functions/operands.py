@@ -61,7 +61,6 @@ def local_operand(value: Tensor, layout: Layout, shape: torch.Size, around: Acti
 
     Args:
         value: an activation or a plain tensor, broadcast to ``shape``.
-        layout: layout of the result.
         shape: shape of the result in the home layout.
         around: any activation of the model.
     """
