@@ -118,6 +118,11 @@ class ExactReplica(SynchronizedPasses):
         return self._module
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks; None is the default group."""
+        return self._group
+
+    @property
     def plan(self) -> SyncPlan:
         return self._tuning.resolution.plan
 
