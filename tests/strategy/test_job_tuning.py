@@ -83,6 +83,14 @@ def test_all_is_closed_and_the_error_is_told_if_closing_a_plan_fails(duo) -> Non
         assert found == {"error": "a test says so", "opened": 2, "left": 0, "groups": 0}
 
 
+def test_a_plan_that_was_tried_leaves_no_buffers_in_memory(duo) -> None:
+    for counts in duo.run(tuning_jobs.kept_in_memory):
+        *during, after = counts
+        assert len(during) >= 3
+        assert set(during) == {1}
+        assert after == 0
+
+
 @pytest.mark.slow
 def test_a_job_that_cannot_open_its_first_plan_begins_with_that_of_ddp_and_remembers_nothing(duo, tmp_path) -> None:
     for found in duo.run(tuning_jobs.unopenable, at_first=True, folder=str(tmp_path)):

@@ -6,6 +6,7 @@ import gc
 import math
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
@@ -402,6 +403,42 @@ def broken_closing() -> dict[str, Any]:
 
 def _group_count() -> int:
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def kept_in_memory() -> list[int]:
+    """How many plans have their buffers in memory each time that all but the present one are closed, and at the end.
+
+    Python collects no garbage meanwhile, as in a training loop, which leaves too little of it.
+    """
+    opened, counts = list[weakref.ref[Resources]](), list[int]()
+    begin, close = Resources.__init__, LiveTuner._close_others
+
+    def note(self: Resources, *arguments: Any, **options: Any) -> None:
+        opened.append(weakref.ref(self))
+        begin(self, *arguments, **options)
+
+    def kept() -> int:
+        return sum(each() is not None for each in opened)
+
+    def count_kept(self: LiveTuner) -> None:
+        close(self)
+        deadline = time.monotonic() + 10.0  # the thread that closes them may still run
+        while kept() > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts.append(kept())
+
+    with (
+        mock.patch.object(Resources, "__init__", note),
+        mock.patch.object(LiveTuner, "_close_others", count_kept),
+        scripted_switches(every=4),
+    ):
+        gc.collect()
+        gc.disable()
+        try:
+            jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), max_epochs=2)
+            return [*counts, kept()]
+        finally:
+            gc.enable()
 
 
 def divided() -> str:
