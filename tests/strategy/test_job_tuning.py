@@ -72,6 +72,13 @@ def test_a_plan_that_a_rank_cannot_open_is_given_up_on_all_ranks(duo) -> None:
         assert all("rank 1" in line and "Training continues with all_reduce" in line for line in told)
 
 
+def test_a_plan_for_which_a_rank_has_no_memory_is_given_up_on_all_ranks(duo) -> None:
+    for found in duo.run(tuning_jobs.without_memory):
+        assert found["distance"] < 1e-5
+        assert found["trials"] == 0
+        assert any("cannot open it: rank 1: its host has 0 B of memory left" in line for line in found["logged"])
+
+
 def test_no_step_waits_until_a_plan_is_open(duo) -> None:
     for found in duo.run(tuning_jobs.slowly_opened):
         assert found["during"] == [True]

@@ -39,7 +39,7 @@ from lightning_autosync.replay import Constants
 from lightning_autosync.strategy import resolution
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.replica_comparison import WeightComparison
-from lightning_autosync.strategy.tuning import job_tuning, live, opening, proposals
+from lightning_autosync.strategy.tuning import job_tuning, live, memory, opening, proposals
 from lightning_autosync.strategy.tuning.contest import Contest
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
@@ -399,6 +399,23 @@ def broken_closing() -> dict[str, Any]:
             error = str(cause)
     left = [each for each in opened if each not in closed]
     return {"error": error, "opened": len(opened), "left": len(left), "groups": _group_count() - groups[0]}
+
+
+def without_memory() -> dict[str, Any]:
+    """How a job ends whose rank 1 has no memory left for a further plan, and what it logs."""
+    logged = list[str]()
+    left = 0 if dist.get_rank() == 1 else None
+    with (
+        mock.patch.object(memory, "available_memory", return_value=left),
+        mock.patch.object(live, "rank_zero_info", logged.append),
+        hurrying(),
+    ):
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=SHORT)
+        ours = jobs.fit("Plain", strategy, max_epochs=6)
+    theirs = jobs.fit("Plain", DDPStrategy(), max_epochs=6)
+    report = strategy.report()
+    assert report is not None
+    return {"distance": jobs.distance(ours, theirs), "logged": logged, "trials": len(report.trials)}
 
 
 def _group_count() -> int:
