@@ -122,7 +122,7 @@ class Engine:
             dict(parameters), schedule, group, cluster, timeout, views, watched, connect_timeout, notes=notes
         )
         self._gradients = self._resources.gradients
-        self._order = StartOrder(self._gradients, self._start)
+        self._order = StartOrder(self._gradients)
         self._compressor_state = self._resources.compressor_state
         self._graph = StaticGraph(self._gradients) if static_graph else None
         self._hooks = AccumulatorHooks()
@@ -413,7 +413,8 @@ class Engine:
     def _complete(self, gradients: MessageGradients) -> None:
         if self._recorder is not None:
             self._recorder.ready(gradients.message.index)
-        self._order.complete(gradients)
+        for following in self._order.complete(gradients):
+            self._start(following)
 
     def _finish_last(self, *_: object) -> None:
         """Finish messages of the last pass; they use the gradients, and the buffers into which a pass packs them."""

@@ -193,6 +193,7 @@ class Transport:
         for connection in [peer.socket for peer in self._peers.values()] + [self._wake, self._woken]:
             connection.close()
         self._selector.close()
+        self._receivers.clear()  # which refer to this transport, so that their buffers would stay
 
     def _serve(self) -> None:
         deadline = math.inf

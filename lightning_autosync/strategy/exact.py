@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
+from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, require_success
 from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.gradient_scale import GradientScale
@@ -31,6 +31,7 @@ from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.shares.losses import loss_weight_of
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
+from lightning_autosync.strategy.tuning.memory import memory_fault
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures
@@ -113,6 +114,11 @@ class ExactReplica(SynchronizedPasses):
     @property
     def module(self) -> nn.Module:
         return self._module
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks; None is the default group."""
+        return self._group
 
     @property
     def plan(self) -> SyncPlan:
@@ -402,7 +408,14 @@ class ExactReplica(SynchronizedPasses):
     def _reserve(
         self, schedule: Schedule, connect_timeout: float, control: dist.ProcessGroup | None, rest: Callable[[], None]
     ) -> Resources:
-        """Open the resources of an engine on any thread, while another engine works; collective over ``control``."""
+        """Open the resources of an engine on any thread, while another engine works; collective over ``control``.
+
+        Raises:
+            OpeningError: (on every rank) see `Engine`; or a rank has no memory for a further plan beside the job.
+        """
+        rank, cluster = dist.get_rank(control), self._tuning.resolution.cluster
+        sharing = len(cluster.ranks_of(cluster.rank_nodes[rank]))
+        require_success(memory_fault(schedule, rank, sharing), control)
         options = {"connect_timeout": connect_timeout, "control": control, "rest": rest, **self._shared_options}
         with reading_forms():
             return Resources(dict(self._planned), self._ordered(schedule), **options)

@@ -263,6 +263,8 @@ class AutoSyncFabricStrategy(DDPStrategy):
                 replica.replace()
             elif deleted:
                 replica.close()
+                if replica.group is not None:  # else its connections would stay as long as the process
+                    dist.destroy_process_group(replica.group)
             else:
                 used.append(replica)
         self._replicas = used

@@ -471,6 +471,7 @@ def fabric_twice() -> list[float]:
 def modules_after_the_user_deletes_them(**options: Any) -> list[str]:
     """Which of the modules that Fabric set up live although the user deleted them, and what went wrong."""
     fabric = make_fabric(AutoSyncFabricStrategy(timeout=20.0, **options))
+    groups = len(dist.distributed_c10d._world.pg_map)
     found, lives = [], {}
     inputs = torch.full((1, 1), dist.get_rank() + 1.0)
 
@@ -495,6 +496,8 @@ def modules_after_the_user_deletes_them(**options: Any) -> list[str]:
         found.append("a gradient stayed on its rank")
     gc.collect()
     found += [name for name, module in lives.items() if module() is not None]
+    if len(dist.distributed_c10d._world.pg_map) - groups > 2:  # those of the third module and of the last one
+        found.append("a process group")
     fabric.strategy.teardown()
     return found
 

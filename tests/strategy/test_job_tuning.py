@@ -72,6 +72,13 @@ def test_a_plan_that_a_rank_cannot_open_is_given_up_on_all_ranks(duo) -> None:
         assert all("rank 1" in line and "Training continues with all_reduce" in line for line in told)
 
 
+def test_a_plan_for_which_a_rank_has_no_memory_is_given_up_on_all_ranks(duo) -> None:
+    for found in duo.run(tuning_jobs.without_memory):
+        assert found["distance"] < 1e-5
+        assert found["trials"] == 0
+        assert any("cannot open it: rank 1: its host has 0 B of memory left" in line for line in found["logged"])
+
+
 def test_no_step_waits_until_a_plan_is_open(duo) -> None:
     for found in duo.run(tuning_jobs.slowly_opened):
         assert found["during"] == [True]
@@ -81,6 +88,14 @@ def test_no_step_waits_until_a_plan_is_open(duo) -> None:
 def test_all_is_closed_and_the_error_is_told_if_closing_a_plan_fails(duo) -> None:
     for found in duo.run(tuning_jobs.broken_closing):
         assert found == {"error": "a test says so", "opened": 2, "left": 0, "groups": 0}
+
+
+def test_a_plan_that_was_tried_leaves_no_buffers_in_memory(duo) -> None:
+    for counts in duo.run(tuning_jobs.kept_in_memory):
+        *during, after = counts
+        assert len(during) >= 3
+        assert set(during) == {1}
+        assert after == 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import gc
 import math
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
@@ -38,7 +39,7 @@ from lightning_autosync.replay import Constants
 from lightning_autosync.strategy import resolution
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.replica_comparison import WeightComparison
-from lightning_autosync.strategy.tuning import job_tuning, live, opening, proposals
+from lightning_autosync.strategy.tuning import job_tuning, live, memory, opening, proposals
 from lightning_autosync.strategy.tuning.contest import Contest
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
@@ -400,8 +401,61 @@ def broken_closing() -> dict[str, Any]:
     return {"error": error, "opened": len(opened), "left": len(left), "groups": _group_count() - groups[0]}
 
 
+def without_memory() -> dict[str, Any]:
+    """How a job ends whose rank 1 has no memory left for a further plan, and what it logs."""
+    logged = list[str]()
+    left = 0 if dist.get_rank() == 1 else None
+    with (
+        mock.patch.object(memory, "available_memory", return_value=left),
+        mock.patch.object(live, "rank_zero_info", logged.append),
+        hurrying(),
+    ):
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=SHORT)
+        ours = jobs.fit("Plain", strategy, max_epochs=6)
+    theirs = jobs.fit("Plain", DDPStrategy(), max_epochs=6)
+    report = strategy.report()
+    assert report is not None
+    return {"distance": jobs.distance(ours, theirs), "logged": logged, "trials": len(report.trials)}
+
+
 def _group_count() -> int:
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def kept_in_memory() -> list[int]:
+    """How many plans have their buffers in memory each time that all but the present one are closed, and at the end.
+
+    Python collects no garbage meanwhile, as in a training loop, which leaves too little of it.
+    """
+    opened, counts = list[weakref.ref[Resources]](), list[int]()
+    begin, close = Resources.__init__, LiveTuner._close_others
+
+    def note(self: Resources, *arguments: Any, **options: Any) -> None:
+        opened.append(weakref.ref(self))
+        begin(self, *arguments, **options)
+
+    def kept() -> int:
+        return sum(each() is not None for each in opened)
+
+    def count_kept(self: LiveTuner) -> None:
+        close(self)
+        deadline = time.monotonic() + 10.0  # the thread that closes them may still run
+        while kept() > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts.append(kept())
+
+    with (
+        mock.patch.object(Resources, "__init__", note),
+        mock.patch.object(LiveTuner, "_close_others", count_kept),
+        scripted_switches(every=4),
+    ):
+        gc.collect()
+        gc.disable()
+        try:
+            jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT), max_epochs=2)
+            return [*counts, kept()]
+        finally:
+            gc.enable()
 
 
 def divided() -> str:

@@ -7,7 +7,7 @@ begins before the way up ends. All work runs on the transport's thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -107,14 +107,13 @@ class TreeSteps:
 
 @dataclass
 class _Path:
-    """One transfer from this rank's view: its number, its neighbours on both trees, and its pieces."""
+    """One transfer from this rank's view: its number, and its neighbours on both trees."""
 
     number: int
     up_parent: Peer | None
     up_children: tuple[int, ...]
     down_parent: int | None
     down_children: tuple[Peer, ...]
-    pieces: list[_Piece] = field(default_factory=list)
 
 
 class _Piece:
@@ -178,16 +177,19 @@ class TreeExchange(TreeSteps, Exchange):
         super().__init__(transport, channel, message, timeout)
         self.residual = new_residual(message, buffer)
         transfers = [transfer for transfer in round.transfers if isinstance(transfer, TreeTransfer)]
-        self._paths = [_new_path(number, transfer, rank) for number, transfer in enumerate(transfers)]
+        # By transfer. Paths do not refer to their pieces: no memory waits for the garbage collector.
+        self._pieces: list[list[_Piece]] = []
         tail_start = round.length - message.tail
-        for path, transfer in zip(self._paths, transfers, strict=True):
+        for place, transfer in enumerate(transfers):
+            path = _new_path(place, transfer, rank)
+            self._pieces.append([])
             for number, start in enumerate(range(transfer.start, transfer.stop, transfer.segment)):
                 stop = min(start + transfer.segment, transfer.stop)
                 coded = CodedRange(buffer, start, stop, tail_start, message.compressor, self.residual)
                 along = (start - transfer.start) / (transfer.stop - transfer.start)
-                path.pieces.append(_Piece(path, number, along, coded))
+                self._pieces[-1].append(_Piece(path, number, along, coded))
         # Pieces at the same position of different trees leave together, so that all trees progress at the same pace.
-        pieces = [piece for path in self._paths for piece in path.pieces]
+        pieces = [piece for own in self._pieces for piece in own]
         self._order = sorted(pieces, key=lambda piece: (piece.along, piece.path.number))
         self._work = sum(1 + len(piece.path.down_children) for piece in pieces)
         transport.register(channel, self)
@@ -226,7 +228,7 @@ class TreeExchange(TreeSteps, Exchange):
 
     def _piece(self, peer: int, frame: Frame) -> _Piece:
         try:
-            return self._paths[frame.transfer].pieces[frame.piece]
+            return self._pieces[frame.transfer][frame.piece]
         except IndexError:
             raise ExchangeError(f"rank {peer} sent a piece that is not in the schedule") from None
 

@@ -1,0 +1,72 @@
+"""What a further plan needs, and what the system and its control groups leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.strategy.tuning import memory
+from lightning_autosync.workload import Variable, Workload
+
+GIB = 2**30
+MODEL = Workload(name="model", variables=(Variable(name="weight", shape=(1000,)),))
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A system with 8 GiB of memory left, without control groups."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:    {8 * GIB // 1024} kB\n")
+    monkeypatch.setattr(memory, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    return tmp_path
+
+
+def group(folder: Path, limit: str, used: int, files: tuple[str, str, str], spare: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in zip(files, (limit, str(used), ""), strict=True):
+        (folder / name).write_text(f"{content}\n")
+    (folder / "memory.stat").write_text(f"cache 1\n{files[2]} {spare}\n")
+
+
+def test_without_control_groups_the_system_says_what_is_left(system: Path) -> None:
+    assert memory.available_memory() == 8 * GIB
+    (system / "meminfo").unlink()
+    assert memory.available_memory() is None
+
+
+def test_the_tightest_control_group_around_this_process_counts(system: Path) -> None:
+    (system / "cgroup").write_text("0::/pod/rank\n")
+    files = memory._FILES[""]
+    group(system / "groups" / "pod" / "rank", "max", GIB, files)
+    assert memory.available_memory() == 8 * GIB
+    group(system / "groups" / "pod", str(4 * GIB), 3 * GIB, files, spare=GIB)
+    assert memory.available_memory() == 2 * GIB
+
+
+def test_control_groups_of_version_1_count_too(system: Path) -> None:
+    """Containers see their own group as the root, and name it as the host does."""
+    (system / "cgroup").write_text("3:cpuset:/x\n4:cpu,memory:/host/name/of/it\n")
+    group(system / "groups" / "memory", str(3 * GIB), 2 * GIB, memory._FILES["memory"])
+    assert memory.available_memory() == GIB
+
+
+@pytest.mark.parametrize(("topology", "expected"), [("native", 1001), ("star", 1001 + 2 * 334)])
+def test_buffers_include_what_other_ranks_contribute(topology: str, expected: int) -> None:
+    """On a star of shards, each rank sums a third of the elements for the two others."""
+    cluster = ClusterSpec.uniform(3, bandwidth="1 Gbit/s")
+    schedule = compile_plan(builders.all_reduce(MODEL, cluster, topology=topology), MODEL, cluster)
+    assert max(memory.buffer_bytes(schedule, rank) for rank in range(3)) == 4 * expected
+
+
+def test_a_plan_may_take_half_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ClusterSpec.uniform(2, bandwidth="1 Gbit/s")
+    schedule = compile_plan(builders.all_reduce(MODEL, cluster), MODEL, cluster)
+    monkeypatch.setattr(memory, "available_memory", lambda: 4 * 4004)
+    assert memory.memory_fault(schedule, 0, sharing=2) == ""
+    assert "16 kB of memory left" in memory.memory_fault(schedule, 0, sharing=3)
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    assert memory.memory_fault(schedule, 0, sharing=10**9) == ""
