@@ -274,7 +274,8 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     if overlaps:  # the search fits plans to a computation that is assumed, and builders do not
         near = (each for each in ranked if each.predicted < LEAST_GAIN * best.predicted)
         best = next((each for each in near if each.name != SEARCHED), best)
-    usual = native if ddp.predicted > LEAST_GAIN * native.predicted else ddp
+    # Without overlap, the computation is unknown here, and with it what smaller buckets would gain.
+    usual = native if overlaps and ddp.predicted > LEAST_GAIN * native.predicted else ddp
     first = best if native.predicted > LEAST_GAIN * best.predicted else usual
     times = (
         f"with overlap and a computation as long as the links need, a step takes {seconds_text(best.predicted)}, and "
@@ -287,7 +288,9 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     if first is best:
         reason = f"{found}, {times}"
     else:
-        buckets = "DDP's fused native all-reduce" if first is ddp else "a native all-reduce in buckets sized for the links"
+        buckets = (
+            "DDP's fused native all-reduce" if first is ddp else "a native all-reduce in buckets sized for the links"
+        )
         reason = (
             f"{buckets}, because no plan is predicted to be more than 5% faster than a native all-reduce; the best is "
             f"{found}, {times}"
