@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class StepTrace:
         waits: (start, end) of each time in which the main thread waited for other ranks after its backward pass. With
             ``overlap="step"``, some of them may lie in the next forward pass.
         overlapped: whether the backward pass ended without a wait, with messages under way.
+        computing: CPU seconds of the thread that ran the backward pass, from ``forward`` to ``backward``; 0 if another
+            thread began it.
     """
 
     forward: float
@@ -37,6 +40,7 @@ class StepTrace:
     origin: float = 0.0
     waits: tuple[tuple[float, float], ...] = ()
     overlapped: bool = False
+    computing: float = 0.0
 
     @property
     def wait(self) -> float:
@@ -74,6 +78,8 @@ class Recorder:
         self._wait_begun: float | None = None
         self._depth = 0
         self._overlapped = False
+        self._computing = 0.0
+        self._thread: tuple[int, float] | None = None
         self._origin = time.perf_counter()
 
     def end(self) -> StepTrace:
@@ -93,15 +99,19 @@ class Recorder:
             origin=self._origin,
             waits=tuple(self._waits),
             overlapped=self._overlapped,
+            computing=self._computing,
         )
 
     def end_forward(self) -> None:
         """Mark the end of the forward pass; later calls in the same step have no effect."""
         if self._forward is None:
             self._forward = self._now()
+            self._thread = threading.get_ident(), time.thread_time()
 
     def end_backward(self) -> None:
         self._backward = self._now()
+        if self._thread is not None and self._thread[0] == threading.get_ident():
+            self._computing = time.thread_time() - self._thread[1]
 
     def begin_wait(self) -> None:
         """Mark the beginning of a wait for other ranks. A wait within another one counts once."""

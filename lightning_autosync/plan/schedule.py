@@ -7,6 +7,7 @@ rows, by a native collective of the backend, or by a sum in memory that the rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -40,6 +41,10 @@ class TreeTransfer:
     @property
     def root(self) -> int:
         return self.reduce.root
+
+
+LEAST_BROADCAST = 8 * 1024
+"""Bytes of a rank's rows for each further transfer over which it broadcasts them."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +252,19 @@ def first_parameters_first(schedule: Schedule, order: Sequence[str]) -> Schedule
             replace(message, priority=-min(places[name] for name in message.variables)) for message in schedule.messages
         ),
     )
+
+
+def used_broadcasts(transfers: Sequence[RowBroadcast], size: float) -> list[tuple[RowBroadcast, float]]:
+    """The transfers over which a rank broadcasts its rows, with the share of the rows that each carries.
+
+    Each transfer costs a frame to every rank. So few rows travel over the first transfers only, which carry most.
+
+    Args:
+        transfers: all transfers of a message.
+        size: bytes of the rank's rows.
+    """
+    used = transfers[: max(1, math.ceil(size / LEAST_BROADCAST))]
+    return [(one, (one.stop - one.start) / (used[-1].stop - used[0].start)) for one in used]
 
 
 def trees_of(transfer: Transfer) -> tuple[Tree, ...]:

@@ -34,16 +34,18 @@ class Compute:
 
 @dataclass(frozen=True)
 class HostWork:
-    """Synchronization work of the ranks' main threads on shared cores, by part of the backward pass.
+    """Work of the ranks' main threads on shared cores, by part of the backward pass.
 
     Attributes:
         release: [parts] earliest start of each part's work, in seconds from the start of the step.
-        core: [parts] core-seconds per rank.
+        core: [parts] core-seconds per rank, computation included.
+        computing: core-seconds of computation in each part of ``core``.
         part_of: [messages] part in which the last gradient of a message is packed and the message is launched.
     """
 
     release: tuple[float, ...]
     core: tuple[float, ...]
+    computing: float
     part_of: tuple[int, ...]
 
 
@@ -54,9 +56,10 @@ class ComputeClock:
     count as ready at the end of the backward pass, when the engine sends whatever is missing.
     """
 
-    def __init__(self, workload: Workload, constants: Constants) -> None:
+    def __init__(self, workload: Workload, constants: Constants, ranks: int) -> None:
         self._workload = workload
         self._accelerated = constants.accelerated
+        self._cores = constants.computing_cores(ranks)
         ready = ready_times(workload)
         self._costs: list[tuple[str, float, float]] = []
         for variable in sorted(workload.variables, key=lambda variable: ready[variable.name]):
@@ -97,20 +100,21 @@ class ComputeClock:
         return Compute(forward, tuple(ready), tuple(start), forward + end + launching)
 
     def host_work(self, schedule: Schedule, launch_costs: Sequence[float], speed: float) -> HostWork:
-        """The main threads' work besides computing; arguments as in `run`."""
+        """The main threads' work; arguments as in `run`."""
         backward, forward = self._workload.backward_time / speed, self._workload.forward_time / speed
         part = {
             name: min(_PARTS - 1, int(_PARTS * ready / self._workload.backward_time)) if backward > 0 else 0
             for name, ready, _ in self._costs
         }
-        core = [0.0] * _PARTS
+        computing = self._cores * backward / _PARTS
+        core = [computing] * _PARTS
         for name, _, seconds in self._costs:
             core[part[name]] += seconds
         part_of = [max(part[name] for name in message.variables) for message in schedule.messages]
         for place, cost in zip(part_of, launch_costs, strict=True):
             core[place] += cost
         release = [forward + backward * place / _PARTS for place in range(_PARTS)]
-        return HostWork(tuple(release), tuple(core), tuple(part_of))
+        return HostWork(tuple(release), tuple(core), computing, tuple(part_of))
 
     def _pack(self, speed: float) -> tuple[dict[str, float], float]:
         """Seconds from the start of backward until each gradient is packed, by name, and until backward ends."""

@@ -29,6 +29,9 @@ _MOST_PACED = 256
 Each is a channel, so many make it slow. With more of them, `fluid` ignores all paces, without a message: a connection
 may then be faster than the engine lets it be."""
 
+_LAST = 1 << 40
+"""Urgency of computation: stages that communicate come first."""
+
 
 class SpeedClass(NamedTuple):
     """Ranks that count as equally fast.
@@ -103,8 +106,8 @@ def _with_host_work(
 ) -> StageConditions:
     """Append one stage for each part of the work of some ranks' main threads to the conditions.
 
-    Parts follow each other. They are more urgent than all stages that communicate: the kernel prefers threads that
-    sleep most of the time over threads that handle one frame after the other.
+    Parts follow each other. They are more urgent than all stages that communicate, unless they compute: the kernel
+    prefers threads that sleep most of the time.
     """
     count, parts = len(conditions.fill), len(host_work.core)
     core, none = numpy.array(host_work.core), numpy.zeros(parts)
@@ -114,11 +117,13 @@ def _with_host_work(
     after = numpy.full((parts, 3), -1, dtype=numpy.int64)
     after[1:, 0] = count + numpy.arange(parts - 1)
     # Main threads of different classes share the cores.
-    stages = conditions.order.urgency >= 0
+    stages = (conditions.order.urgency >= 0) & (conditions.order.urgency < _LAST // 2)
     rivals = numpy.ones((count + parts, count + parts), dtype=numpy.bool_)
     rivals[:count, :count] = conditions.rivals
     rivals[:count, count:], rivals[count:, :count] = stages[:, None], stages
     urgency, queue = numpy.arange(-parts, 0), numpy.full(parts, -1, dtype=numpy.int64)
+    if host_work.computing:
+        urgency += _LAST
     own = StartOrder(numpy.array(host_work.release), none, after, urgency, queue)
     return StageConditions(
         numpy.concatenate([conditions.work, work]),

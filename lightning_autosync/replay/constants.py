@@ -100,6 +100,8 @@ class Constants(Document):
             backend].
         accelerated: whether gradients are computed on an accelerator, so that the core packs one gradient while the
             next ones are computed [stated by the job].
+        computing: cores that a rank's computation occupies while it lasts, where ranks share cores; None is one core,
+            or its part of the shared ones. Nothing if ``accelerated`` [measured by jobs].
     """
 
     FORMAT: ClassVar[str] = "autosync-constants/1"
@@ -128,6 +130,7 @@ class Constants(Document):
     cores: Cores | None = None
     collectives: Annotated[Integer, Field(ge=1, le=1024)] = 2
     accelerated: bool = False
+    computing: Annotated[float, Field(ge=0, le=1)] | None = None
 
     @classmethod
     def ideal(cls) -> Constants:
@@ -148,6 +151,12 @@ class Constants(Document):
         that time already counts as load on the hosts.
         """
         return self.crowd(ranks) * (self.message_delay if collective else 2 * self.frame_cost + self.wake_up)
+
+    def computing_cores(self, ranks: int) -> float:
+        """Cores that the computation of each of ``ranks`` occupies while it lasts; see ``computing``."""
+        if self.accelerated:
+            return 0.0
+        return 1 / self.crowd(ranks) if self.computing is None else self.computing
 
     def crowd(self, ranks: int) -> float:
         """Factor, at least 1, by which host work takes longer because ``ranks`` share too few cores."""

@@ -71,7 +71,7 @@ class Replay:
         self._forest = Forest(self._network)
         self._stage_maker = StageMaker(workload, self._forest, self._constants)
         self._loads = LoadModel(self._network, self._forest, self._constants)
-        self._clock = ComputeClock(workload, self._constants)
+        self._clock = ComputeClock(workload, self._constants, self._network.ranks)
         self._numel = {variable.name: variable.numel for variable in workload.variables}
         ranks = self._network.ranks
         # All ranks have this work at once, before the first gradient and after the last message.

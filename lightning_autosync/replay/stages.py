@@ -18,6 +18,7 @@ from lightning_autosync.plan.schedule import (
     RowBroadcast,
     TreeTransfer,
     TwoLevelAllReduce,
+    used_broadcasts,
 )
 from lightning_autosync.plan.trees import Tree
 from lightning_autosync.replay.constants import Constants
@@ -349,9 +350,8 @@ class StageMaker:
         """A broadcast of ``size`` bytes from each rank; the rank's main thread packs its rows and adds up all rows."""
         constants, width = self._constants, message.numel // message.rows
         flows = []
-        for transfer in message.rounds[0].transfers:
-            assert isinstance(transfer, RowBroadcast)
-            share = (transfer.stop - transfer.start) / message.numel
+        transfers = [one for one in message.rounds[0].transfers if isinstance(one, RowBroadcast)]
+        for transfer, share in used_broadcasts(transfers, size):
             pieces = max(1, round_up(share * touched / max(1, transfer.segment // width)))
             wire = share * size * constants.framing
             for tree in transfer.trees:

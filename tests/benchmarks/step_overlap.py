@@ -1,21 +1,24 @@
-"""``overlap="step"`` beside DDP and beside the engine without overlap, on emulated equal links; needs root.
+"""``overlap="step"`` beside DDP and beside the engine without overlap, on emulated links; needs root.
 
-    python -m tests.benchmarks.step_overlap [ROUNDS] [MBIT_PER_SECOND] [MODEL ...]
+    python -m tests.benchmarks.step_overlap [rounds=4] [rate=1000] [clusters=four_equal] [ddp=true] [MODEL ...]
 
-Four ranks, each on a link of 1000 Mbit/s by default. A model of the catalogue is scaled to 28 MB, with dense gradients
-of embeddings, and its computation is paced layer by layer to take as long as its gradients need on the wire. A layer's
-time includes that of copying its gradients. SGD steps the real parameters. DDP first runs with several bucket caps. Its
-fastest then takes turns with the computation alone, which has no synchronization, and with the engine, without overlap
-and with it. The engine's plan is the one by which a job with ``AutoSyncStrategy(overlap="step")`` begins on these
-links, before it knows its computation.
+``clusters`` are shipped ones; their fastest link has ``rate`` Mbit/s. A model of the catalogue is scaled so that its
+gradients need `SECONDS` on the links, with dense gradients of embeddings. Its computation is paced layer by layer to
+take as long. A layer's time includes that of copying its gradients. SGD steps the real parameters. DDP first runs with
+several bucket caps. Its fastest then takes turns with the computation alone, which has no synchronization, and with the
+engine, without overlap and with it. ``ddp=false`` leaves DDP out. The engine's plan is the one by which a job with
+``AutoSyncStrategy(overlap="step")`` begins on these links, before it knows its computation. It is predicted with the
+costs of these hosts, which the workers measure.
+
 Gradients of all contenders are views of their buffers. The first step of each turn is not timed, so that timed steps
-begin and end with the same sums under way. The table has the median milliseconds of a step of the slowest rank, the
-speedups of overlap, the step that the replay predicts with overlap, and bounds: of steps that wait, and of steps that
-overlap.
+begin and end with the same sums under way. The table has the median milliseconds of a step of the slowest rank; the
+speedups of overlap, over DDP with the smallest and the largest ratio of a round; the step that the replay predicts with
+overlap, with the computation as measured; and bounds: of steps that wait, and of steps that overlap.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -32,11 +35,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.engine import Engine, StepOverlap, defer_steps
 from lightning_autosync.engine.engine import Waits
-from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.hosts import measured_hosts
 from lightning_autosync.measure.models.model import with_kind
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan, compile_plan
@@ -54,10 +57,12 @@ from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Variable, Workload, catalogue, variable_names
 from lightning_autosync.workload.scaling import scaled, with_compute
 
-MODELS = ("vgg16", "gpt")
-BYTES = 28e6
+MODELS = ("vgg16", "resnet50", "densenet121", "bert_base", "gpt")
+SECONDS = 0.351
+"""Of 28 MB on four equal links of 1 Gbit/s."""
 FRAMING = 1514 / 1448
 CAPS = (1, 2, 5, 10, 25)
+"""MiB of DDP's buckets."""
 STEPS = 4
 
 
@@ -142,22 +147,17 @@ class PacedLayers(nn.Module):
 _live: dict[str, Any] = {}
 
 
-def equal_links(rate: int) -> ClusterSpec:
-    """Four nodes on one switch, with links of ``rate`` Mbit/s."""
-    return ClusterSpec.uniform(nodes=4, bandwidth=f"{rate} Mbit/s", name="four_equal")
-
-
 def set_up(
     name: str,
     workload: dict[str, Any],
-    rate: int,
+    cluster: dict[str, Any],
     kind: Literal["alone", "ddp", "engine"],
     cap: float | None = None,
     plan: dict[str, Any] | None = None,
     overlap: bool = False,
 ) -> None:
     """Make a contender: no synchronization, DDP with a bucket ``cap`` in MiB, or the engine with a ``plan``."""
-    described, cluster = Workload.from_dict(workload), equal_links(rate)
+    described = Workload.from_dict(workload)
     torch.manual_seed(0)
     module: nn.Module = PacedLayers(described)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
@@ -169,11 +169,12 @@ def set_up(
         # The module's names differ from the workload's, in which the plan is made.
         names = [variable.name for variable in described.variables]
         renamed = [(name, parameter) for name, (_, parameter) in zip(names, variable_names(module), strict=True)]
-        schedule = compile_plan(SyncPlan.from_dict(plan), described, cluster)
+        links = ClusterSpec.from_dict(cluster)
+        schedule = compile_plan(SyncPlan.from_dict(plan), described, links)
         if overlap:
             schedule = first_parameters_first(schedule, names)
         waits: Waits = "parameters" if overlap else "backward"
-        engine = Engine(renamed, schedule, cluster=cluster, timeout=60.0, waits=waits, gradient_as_bucket_view=True)
+        engine = Engine(renamed, schedule, cluster=links, timeout=60.0, waits=waits, gradient_as_bucket_view=True)
         closing.append(engine)
         if overlap:
             steps = StepOverlap(module)
@@ -211,74 +212,112 @@ def slowest(found: list[list[float]]) -> float:
 
 
 def compare(
-    pool: WorkerPool, workload: Workload, plan: SyncPlan, rate: int, rounds: int
-) -> tuple[str, dict[str, float]]:
-    """The name of the fastest DDP, and the median seconds of a step by contender."""
-    given = {"workload": workload.to_dict(), "rate": rate}
-    caps = [f"ddp {cap}" for cap in CAPS]
-    for name, cap in zip(caps, CAPS, strict=True):
-        pool.run(set_up, name=name, kind="ddp", cap=cap, **given)
-    swept = take_turns(pool, caps, rounds=2, steps=2)
-    best = min(caps, key=lambda name: swept[name])
-    for name in set(caps) - {best}:
-        pool.run(close, name=name)
+    pool: WorkerPool, workload: Workload, cluster: ClusterSpec, plan: SyncPlan, rounds: int, with_ddp: bool
+) -> dict[str, list[float]]:
+    """Seconds of a step in each round, by contender; the fastest DDP is called by its cap."""
+    given = {"workload": workload.to_dict(), "cluster": cluster.to_dict()}
+    names = ["alone", "waits", "overlaps"]
+    if with_ddp:
+        names.insert(0, fastest_ddp(pool, given))
     pool.run(set_up, name="alone", kind="alone", **given)
     for name in ("waits", "overlaps"):
         pool.run(set_up, name=name, kind="engine", plan=plan.to_dict(), overlap=name == "overlaps", **given)
-    names = [best, "alone", "waits", "overlaps"]
     found = take_turns(pool, names, rounds, STEPS)
     for name in names:
         pool.run(close, name=name)
-    return best, found
+    return found
 
 
-def take_turns(pool: WorkerPool, names: Sequence[str], rounds: int, steps: int) -> dict[str, float]:
-    """The median seconds of a step by contender, after one turn that does not count."""
+def fastest_ddp(pool: WorkerPool, given: dict[str, Any]) -> str:
+    """The name of the fastest DDP, which stays set up."""
+    caps = [f"ddp {cap}" for cap in CAPS]
+    for name, cap in zip(caps, CAPS, strict=True):
+        pool.run(set_up, name=name, kind="ddp", cap=cap, **given)
+    swept = {name: statistics.median(times) for name, times in take_turns(pool, caps, rounds=2, steps=2).items()}
+    best = min(caps, key=lambda name: swept[name])
+    for name in set(caps) - {best}:
+        pool.run(close, name=name)
+    return best
+
+
+def take_turns(pool: WorkerPool, names: Sequence[str], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step in each round by contender, after one turn that does not count."""
     found: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         pool.run(measure, name=name, steps=1)
     for number in range(rounds):
         for name in names if number % 2 == 0 else names[::-1]:
             found[name].append(slowest(pool.run(measure, name=name, steps=steps)))
-    return {name: statistics.median(times) for name, times in found.items()}
+    return found
 
 
 HEADINGS = (
-    "model", "DDP (cap)", "waits", "overlap", "over DDP", "over waits", "predicted", "alone", "bound, waits", "bound",
+    "cluster", "model", "DDP (cap)", "waits", "overlap", "over DDP", "over waits", "predicted", "alone", "bound, waits",
+    "bound",
 )  # fmt: skip
 
 
-def main(rounds: int = 6, rate: int = 1000, *models: str) -> None:
+def row(
+    workload: Workload, cluster: ClusterSpec, plan: SyncPlan, hosts: Constants, found: dict[str, list[float]]
+) -> list[str]:
+    """Cells of the table after the model's name."""
+    seconds = {name: statistics.median(times) for name, times in found.items()}
+    timed = with_compute(workload, seconds["alone"])  # as a job measures it, with the optimizer's step
+    schedule = compile_plan(plan, timed, cluster)
+    predicted = overlapped_step_time(schedule, timed, Replay(timed, cluster, hosts))
+    bounds = least_step(workload, cluster, FRAMING).seconds, least_overlapped_step(workload, cluster, FRAMING)
+    ddp = next((name for name in found if name.startswith("ddp")), None)
+    return [
+        "" if ddp is None else f"{1e3 * seconds[ddp]:.0f} ({ddp.split()[1]})",
+        *(f"{1e3 * seconds[name]:.0f}" for name in ("waits", "overlaps")),
+        "" if ddp is None else speedup(found[ddp], found["overlaps"]),
+        speedup(found["waits"], found["overlaps"]),
+        *(f"{1e3 * each:.0f}" for each in (predicted, seconds["alone"], *bounds)),
+    ]
+
+
+def speedup(others: Sequence[float], ours: Sequence[float]) -> str:
+    """The median of the rounds' ratios, with the smallest and the largest."""
+    ratios = sorted(other / own for other, own in zip(others, ours, strict=True))
+    return f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
+
+
+def main(arguments: Sequence[str]) -> None:
     """Measure, and print a table."""
-    cluster, constants = equal_links(rate), Constants(cores=usable_cores())
-    table = Table(*HEADINGS, title=f"milliseconds of a step on four equal links of {rate} Mbit/s")
+    given = {"rounds": "4", "rate": "1000", "clusters": "four_equal", "ddp": "true"}
+    models = [argument for argument in arguments if "=" not in argument] or list(MODELS)
+    given |= dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    table = Table(*HEADINGS, title=f"milliseconds of a step, fastest link {given['rate']} Mbit/s")
     here = [Path(__file__).parents[2]]
-    with EmulatedLaunch(cluster) as launch, WorkerPool(4, launch, extra_paths=here) as pool:
-        for model in models or MODELS:
-            workload = catalogue.build(model)
-            workload = with_kind(workload, {variable.name for variable in workload.variables}, "dense")
-            workload = scaled(workload, BYTES / workload.bytes)
-            workload = with_compute(workload, synchronization_bound(workload, cluster, FRAMING))
-            plan, reason = choose_without_trials(workload, cluster, constants, TuningSettings(), overlaps=True)
-            schedule = compile_plan(plan, workload, cluster)
-            predicted = overlapped_step_time(schedule, workload, Replay(workload, cluster, constants))
-            best, found = compare(pool, workload, plan, rate, rounds)
-            bounds = least_step(workload, cluster, FRAMING).seconds, least_overlapped_step(workload, cluster, FRAMING)
-            times = (found["waits"], found["overlaps"])
-            pairs = ((best, "overlaps"), ("waits", "overlaps"))
-            table.add_row(
-                model,
-                f"{1e3 * found[best]:.0f} ({best.split()[1]})",
-                *(f"{1e3 * seconds:.0f}" for seconds in times),
-                *(f"{found[one] / found[other]:.2f}" for one, other in pairs),
-                *(f"{1e3 * seconds:.0f}" for seconds in (predicted, found["alone"], *bounds)),
-            )
-            print(f"{model}: {reason}\n{found}, predicted {predicted:.3f}", flush=True)
-    Console(width=140).print(table)
+    for name in given["clusters"].split(","):
+        cluster = slowed(resolve_cluster(name).without_addresses(), float(given["rate"]) * 1e6 / 8)
+        with EmulatedLaunch(cluster) as launch, WorkerPool(cluster.world_size, launch, extra_paths=here) as pool:
+            hosts, _ = measured_hosts(pool, "emulated", paced=True)
+            known_by_job = hosts.model_copy(update={"burst": Constants().burst, "accelerated": False})
+            for model in models:
+                workload = dense(catalogue.build(model), cluster)
+                plan, reason = choose_without_trials(workload, cluster, known_by_job, TuningSettings(), overlaps=True)
+                print(f"{name}, {model}: {reason}", flush=True)
+                found = compare(pool, workload, cluster, plan, int(given["rounds"]), given["ddp"] == "true")
+                print(json.dumps(found), flush=True)
+                table.add_row(name, model, *row(workload, cluster, plan, hosts, found))
+    Console(width=160).print(table)
+
+
+def slowed(cluster: ClusterSpec, rate: float) -> ClusterSpec:
+    """The cluster, scaled so that its fastest link has ``rate`` bytes/s."""
+    return cluster.scaled(rate / max(max(link.bandwidth, link.reverse_bandwidth) for link in cluster.links))
+
+
+def dense(workload: Workload, cluster: ClusterSpec) -> Workload:
+    """The workload with dense gradients that need `SECONDS` on the links, and a computation as long."""
+    workload = with_kind(workload, {variable.name for variable in workload.variables}, "dense")
+    workload = scaled(workload, SECONDS / synchronization_bound(workload, cluster, FRAMING))
+    return with_compute(workload, synchronization_bound(workload, cluster, FRAMING))
 
 
 if __name__ == "__main__":
     # Workers import the functions by name, from a module that is not the main one.
     from tests.benchmarks import step_overlap
 
-    step_overlap.main(*(int(each) for each in sys.argv[1:3]), *sys.argv[3:])
+    step_overlap.main(sys.argv[1:])

@@ -6,9 +6,9 @@ of sizes comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from lightning_autosync.engine.exchanges.trees import TreeSteps
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.transport import DOWN, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.plan.schedule import Message, RowBroadcast
+from lightning_autosync.plan.schedule import Message, RowBroadcast, used_broadcasts
 
-_HEADER_BYTES = 16
-"""In front of the rows of each piece, as int64: the number of gradients, and of rows in all pieces of the part."""
+_HEADER_BYTES = 24
+"""In front of the rows of each piece, as int64: the number of gradients, of rows in all pieces of the part, and of
+transfers that carry rows of this rank."""
 
 Part = tuple[int, int]
 """Number of a transfer, and the rank whose rows it carries."""
@@ -102,9 +103,10 @@ class RowGatherExchange(TreeSteps, RowExchange):
 
     def start(self, rows: Rows) -> None:
         self._own = rows
+        shares = self._shares(rows)
         frames = [
-            (number, piece, self._pack(rows, share, piece * length, (piece + 1) * length))
-            for number, share, length in self._shares(rows)
+            (number, piece, self._pack(share, piece * length, (piece + 1) * length, len(shares)))
+            for number, (share, length) in enumerate(shares)
             for piece in range(max(1, -(-share.indices.numel() // length)))
         ]
         self._launch(lambda: self._begin(frames))
@@ -121,17 +123,22 @@ class RowGatherExchange(TreeSteps, RowExchange):
             part.pieces.clear()
         return total
 
-    def _shares(self, rows: Rows) -> Iterator[tuple[int, Rows, int]]:
-        """The number of each transfer, the rows that it takes, and the rows of a piece."""
+    def _shares(self, rows: Rows) -> list[tuple[Rows, int]]:
+        """The rows that each transfer takes that carries rows, and the rows of a piece."""
         count = rows.indices.numel()
-        for number, transfer in enumerate(self._transfers):
-            first, last = (round(count * edge / self._elements) for edge in (transfer.start, transfer.stop))
-            share = Rows(rows.indices[first:last], rows.values[first:last], rows.gradients)
-            yield number, share, max(1, transfer.segment // self._width)
+        used = used_broadcasts(self._transfers, count * self._row_bytes)
+        edges = [round(count * part) for part in accumulate((part for _, part in used), initial=0.0)]
+        return [
+            (
+                Rows(rows.indices[first:last], rows.values[first:last], rows.gradients),
+                max(1, transfer.segment // self._width),
+            )
+            for (transfer, _), (first, last) in zip(used, pairwise(edges), strict=True)
+        ]
 
-    def _pack(self, rows: Rows, share: Rows, start: int, stop: int) -> Tensor:
-        """The frame of rows ``[start, stop)`` of a share."""
-        header = rows.indices.new_tensor([rows.gradients, share.indices.numel()])
+    def _pack(self, share: Rows, start: int, stop: int, used: int) -> Tensor:
+        """The frame of rows ``[start, stop)`` of a share, where ``used`` transfers carry rows."""
+        header = share.indices.new_tensor([share.gradients, share.indices.numel(), used])
         indices, values = share.indices[start:stop], share.values[start:stop]
         return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (header, indices, values)])
 
@@ -165,10 +172,12 @@ class RowGatherExchange(TreeSteps, RowExchange):
     def _take(self, peer: int, frame: Frame, wire: Tensor) -> None:
         """Keep rows that have arrived, and pass them on."""
         part, step = self._part(peer, frame), self._step_of(peer, frame)
-        gradients, count = wire[:_HEADER_BYTES].view(torch.int64).tolist()
+        gradients, count, used = wire[:_HEADER_BYTES].view(torch.int64).tolist()
         rows = Rows.cut(wire[_HEADER_BYTES:], self._width, self._dtype, gradients)
-        self._add(peer, part, frame.piece, rows, count)
         number, source = divmod(frame.transfer, self._ranks)
+        if not number < used <= len(self._transfers):
+            raise ExchangeError(f"rank {peer} sent rows that fit no part of this table")
+        self._add(peer, part, frame.piece, rows, count)
         children = self._children(number, source)
         step.open += len(children)
         if step is self._current:
@@ -177,6 +186,10 @@ class RowGatherExchange(TreeSteps, RowExchange):
             self._pass_on(child, step, frame, wire)
         if part.complete:
             self._settle(step)
+        for further in range(used, len(self._transfers)):
+            if (unused := step.parts[further, source]).count < 0:
+                unused.count = unused.missing = 0
+                self._settle(step)
 
     def _add(self, peer: int, part: _Received, piece: int, rows: Rows, count: int) -> None:
         arrived = rows.indices.numel()

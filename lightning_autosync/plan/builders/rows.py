@@ -13,7 +13,7 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, lone_group, make_plan
 from lightning_autosync.plan.builders.registry import register
 from lightning_autosync.plan.compiler import compile_plan
-from lightning_autosync.plan.schedule import Message, RowBroadcast, TreeTransfer
+from lightning_autosync.plan.schedule import Message, RowBroadcast, TreeTransfer, used_broadcasts
 from lightning_autosync.plan.spec import Group, Partition, SyncPlan
 from lightning_autosync.plan.trees import Tree
 from lightning_autosync.workload import Variable, Workload
@@ -97,14 +97,16 @@ def rows_time(message: Message, variable: Variable, links: LinkGraph) -> float:
     """
     untouched = 1 - variable.touched_share
     loads, added = numpy.zeros_like(links.capacities), 0.0
-    for transfer in message.rounds[0].transfers:
-        part = (transfer.stop - transfer.start) / message.numel * variable.bytes
-        if isinstance(transfer, RowBroadcast):
-            added += len(transfer.trees) * part * (1 - untouched)
-            for tree in transfer.trees:
-                loads += part * (1 - untouched) * links.loads(_down(tree))
+    transfers, size = message.rounds[0].transfers, variable.touched_share * variable.bytes
+    broadcasts = [transfer for transfer in transfers if isinstance(transfer, RowBroadcast)]
+    for transfer, share in used_broadcasts(broadcasts, size) if broadcasts else ():
+        added += len(transfer.trees) * share * size
+        for tree in transfer.trees:
+            loads += share * size * links.loads(_down(tree))
+    for transfer in transfers:
+        if not isinstance(transfer, TreeTransfer):
             continue
-        assert isinstance(transfer, TreeTransfer)
+        part = (transfer.stop - transfer.start) / message.numel * variable.bytes
         below = _below(transfer.reduce)
         for parent, rank in _down(transfer.reduce):
             loads += part * (1 - untouched ** below[rank]) * links.loads([(rank, parent)])

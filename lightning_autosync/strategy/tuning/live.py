@@ -359,7 +359,7 @@ class LiveTuner:
 
 def _candidate(each: Alternative) -> Candidate:
     native = all(group.topology == "native" for group in each.plan.groups)
-    return Candidate(each.name, each.predicted, always=each.native, native=native)
+    return Candidate(each.name, each.predicted, each.native, native, messages=len(each.plan.groups))
 
 
 def _best(trials: Sequence[TrialReport]) -> str:

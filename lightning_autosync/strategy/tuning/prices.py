@@ -64,6 +64,12 @@ def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[Step
     )
 
 
+def computing_cores(traces: Sequence[StepTrace]) -> float:
+    """Cores that computation occupies during backward passes, by their traces: the median, 1 at most."""
+    spans = [(trace.computing, trace.backward - trace.forward) for trace in traces]
+    return min(1.0, statistics.median(busy / span if span > 0 else 0.0 for busy, span in spans))
+
+
 class PlanPrices:
     """Predicts the step times of plans in another process, while training continues.
 
@@ -124,8 +130,9 @@ class PlanPrices:
         # Times of a workload hold for a node of speed 1.
         speed = min(node.speed for node in self._cluster.nodes)
         timed = timed_workload(self._workload, self._schedule, traces, speed * slowest)
+        constants = self._constants.model_copy(update={"computing": computing_cores(traces)})
         found = self._predictor.predict(
-            timed, self._cluster, self._constants, self._plans, self._limit, PATIENCE + self._limit, self._overlaps
+            timed, self._cluster, constants, self._plans, self._limit, PATIENCE + self._limit, self._overlaps
         )
         if not found:
             raise PredictorError(f"they took more CPU time than tuning.search allows ({self._limit:g} s)")

@@ -270,7 +270,9 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     if overlaps:  # the search fits plans to a computation that is assumed, and builders do not
         near = (each for each in ranked if each.predicted < LEAST_GAIN * best.predicted)
         best = next((each for each in near if each.name != SEARCHED), best)
-    first = best if native.predicted > LEAST_GAIN * best.predicted else ddp
+    # Without overlap, the computation is unknown here, and with it what smaller buckets would gain.
+    usual = native if overlaps and ddp.predicted > LEAST_GAIN * native.predicted else ddp
+    first = best if native.predicted > LEAST_GAIN * best.predicted else usual
     times = (
         f"with overlap and a computation as long as the links need, a step takes {seconds_text(best.predicted)}, and "
         f"{seconds_text(native.predicted)} with a native all-reduce"
@@ -279,10 +281,14 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     )
     times = f"predicted for {links.told}: {times}"
     found = "a plan that the search found" if best.name == SEARCHED else best.name
-    reason = (
-        f"{found}, {times}"
-        if first is best
-        else f"DDP's fused native all-reduce, because no plan is predicted to be more than 5% faster than a native "
-        f"all-reduce; the best is {found}, {times}"
-    )
+    if first is best:
+        reason = f"{found}, {times}"
+    else:
+        buckets = (
+            "DDP's fused native all-reduce" if first is ddp else "a native all-reduce in buckets sized for the links"
+        )
+        reason = (
+            f"{buckets}, because no plan is predicted to be more than 5% faster than a native all-reduce; the best is "
+            f"{found}, {times}"
+        )
     return Proposals([first, *(each for each in ranked if each is not first)], reason)

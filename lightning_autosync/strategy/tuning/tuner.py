@@ -15,13 +15,16 @@ from lightning_autosync.strategy.tuning.contest import CLEARLY_SLOWER, GIVE_UP, 
 _LEAST_KNOWN = 4
 """Passes of the present plan before a candidate is tried, to know when to give it up."""
 LARGEST_RATIO = 1.1
-"""Predicted time of a plan, relative to the present one, up to which it may be tried."""
+"""Predicted time of a plan, relative to the present one, up to which it may be tried. Trials correct predictions."""
 KIND_ERROR, KIND_SPREAD, OWN_SPREAD = 0.08, 0.1, 0.08
 """Of the logarithm of measured over predicted time, of other plans relative to native ones: mean and standard deviation
 of the part that all plans of a kind have in common, before any was measured, and standard deviation of each plan's own
 part. In six jobs of docs/measured.md that began with trees, the first part was 0.08 on average, from -0.08 to 0.18."""
+MESSAGES_SPREAD = 0.05
+"""Standard deviation of the part that grows with the logarithm (base 2) of the number of messages. Its mean is 0. Where
+computation keeps all cores busy, messages take longer than predicted: it was 0.15 among four ranks on two cores."""
 _LARGEST_ERROR = 3 * KIND_SPREAD
-"""Largest error of a prediction that counts for other plans of its kind."""
+"""Largest error of a prediction that counts for other plans."""
 _CLEAR_LOSSES = 2
 """After so many clearly slower plans of one kind, no other plan of that kind is tried: its predictions do not hold on
 these hosts."""
@@ -39,12 +42,14 @@ class Candidate:
             it more than `GIVE_UP` times the time of the present plan, predicted and measured.
         native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
             do those of all others.
+        messages: number of its messages. Predictions of plans with many messages err alike.
     """
 
     name: str
     predicted: float
     always: bool = False
     native: bool = False
+    messages: int = 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class Trial:
 class Tuner:
     """Tries candidates one after the other, each against the present plan, until no gain is expected.
 
-    The next one is that with the largest expected gain. What trials tell of one kind of plan counts for the others.
+    The next one is that with the largest expected gain. What trials tell of predictions counts for plans that are
+    alike: of the same kind, or with as many messages.
 
     The first candidate is the present plan at the beginning. All ranks give their tuner the same times, so all decide
     alike. Times may arrive some passes late: `record` takes them in the order in which `following` chose the plans.
@@ -102,7 +108,7 @@ class Tuner:
     ) -> None:
         self._candidates = list(candidates)
         self._plans, self._priced, self._repriced = plans, priced, False
-        self._left = self._eligible()
+        self._left = list(range(1, len(candidates)))
         self._warm_up, self._passes = warm_up, passes
         self._horizon = horizon
         self._awaited: deque[int | None] = deque([None] * late)
@@ -112,7 +118,7 @@ class Tuner:
         self._given_up = self._tried = 0
         self._contest: Contest | None = None
         self._turn = 0
-        self._kind_errors: list[float] = []
+        self._errors: list[tuple[int, float, float]] = []
         self._clear_losses = {False: 0, True: 0}
         self.present = 0
         self.trials: list[Trial] = []
@@ -185,13 +191,8 @@ class Tuner:
         if predicted:
             known = zip(self._candidates, predicted, strict=True)
             self._candidates = [replace(each, predicted=seconds) for each, seconds in known]
-            self._left, self._repriced = self._eligible(), True
+            self._repriced = True
         self._priced = True
-
-    def _eligible(self) -> list[int]:
-        """Candidates that may be tried."""
-        most = LARGEST_RATIO * self._candidates[0].predicted
-        return [n for n, each in enumerate(self._candidates) if n and (each.always or each.predicted < most)]
 
     def give_up(self) -> None:
         """End the present trial without an outcome, because its plan cannot be opened."""
@@ -222,11 +223,11 @@ class Tuner:
         accepted = bool(contest.accepted)
         self.trials.append(Trial(self._trying, self.present, accepted, contest.seconds, contest.passes))
         predicted = self._candidates[self._trying].predicted / self._candidates[self.present].predicted
-        if sign := self._kind_sign(self._trying):
-            self._clear_losses[self._candidates[self._trying].native] += contest.ratio > CLEARLY_SLOWER
-            error = math.log(contest.ratio / predicted)
-            # A single plan may be far worse than all others of its kind.
-            self._kind_errors.append(sign * max(-_LARGEST_ERROR, min(error, _LARGEST_ERROR)))
+        kind, messages = self._differences(self._trying)
+        self._clear_losses[self._candidates[self._trying].native] += kind != 0 and contest.ratio > CLEARLY_SLOWER
+        # A single plan may be far worse than all others of its kind.
+        error = max(-_LARGEST_ERROR, min(math.log(contest.ratio / predicted), _LARGEST_ERROR))
+        self._errors.append((kind, messages, error))
         if accepted:
             self.present = self._trying
         self._known = [contest.seconds[accepted]] * min(self._passes, _LEAST_KNOWN)
@@ -238,21 +239,46 @@ class Tuner:
             present = max(self._candidates[self.present].predicted, self.usual_seconds)
             hopeless = self._repriced and self._candidates[candidate].predicted > GIVE_UP * present
             return -math.inf if hopeless else math.inf
-        mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted)
-        variance = OWN_SPREAD**2
-        if sign := self._kind_sign(candidate):
-            if self._clear_losses[self._candidates[candidate].native] >= _CLEAR_LOSSES:
-                return -math.inf
-            # What trials told of the difference between the two kinds: the mean and variance of a normal posterior.
-            known = 1 / (KIND_SPREAD**-2 + len(self._kind_errors) / variance)
-            mean += sign * (KIND_ERROR / KIND_SPREAD**2 + sum(self._kind_errors) / variance) * known
-            variance += known
+        kind, messages = self._differences(candidate)
+        if kind and self._clear_losses[self._candidates[candidate].native] >= _CLEAR_LOSSES:
+            return -math.inf
+        error, variance = self._prediction_error(kind, messages)
+        mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted) + error
+        if mean - kind * KIND_ERROR > math.log(LARGEST_RATIO):
+            return -math.inf
         gain, loss = _expectations(mean, math.sqrt(variance))
         return gain * self._horizon - loss * self._passes
 
-    def _kind_sign(self, candidate: int) -> int:
-        """1 if the candidate is no native plan and the present one is, -1 if it is the other way round, else 0."""
-        return int(self._candidates[self.present].native) - int(self._candidates[candidate].native)
+    def _differences(self, candidate: int) -> tuple[int, float]:
+        """How a candidate differs from the present plan.
+
+        Returns:
+            1 if it is no native plan and the present one is, -1 if it is the other way round, else 0; and the logarithm
+            (base 2) of the ratio of their messages.
+        """
+        other, present = self._candidates[candidate], self._candidates[self.present]
+        return int(present.native) - int(other.native), math.log2(other.messages / present.messages)
+
+    def _prediction_error(self, kind: int, messages: float) -> tuple[float, float]:
+        """Mean and variance of the logarithm of measured over predicted time, relative to the present plan's.
+
+        Trials are a linear regression: each error is a part for the kind, a part for the messages and the plan's own
+        part, which are normally distributed.
+
+        Args:
+            kind, messages: differences to the present plan.
+        """
+        own = OWN_SPREAD**-2
+        # The normal equations of the two parts; the inverse of their matrix is the covariance.
+        kinds = KIND_SPREAD**-2 + own * sum(each * each for each, _, _ in self._errors)
+        both = own * sum(each * other for each, other, _ in self._errors)
+        counts = MESSAGES_SPREAD**-2 + own * sum(other * other for _, other, _ in self._errors)
+        of_kinds = KIND_ERROR * KIND_SPREAD**-2 + own * sum(each * error for each, _, error in self._errors)
+        of_counts = own * sum(other * error for _, other, error in self._errors)
+        determinant = kinds * counts - both * both
+        mean = kind * (counts * of_kinds - both * of_counts) + messages * (kinds * of_counts - both * of_kinds)
+        variance = counts * kind * kind - 2 * both * kind * messages + kinds * messages * messages
+        return mean / determinant, variance / determinant + 1 / own
 
 
 def _expectations(mean: float, spread: float) -> tuple[float, float]:

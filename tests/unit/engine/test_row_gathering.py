@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import combinations, pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lightning_autosync.engine.exchanges.gathered_rows import RowGatherExchange
 from lightning_autosync.engine.exchanges.rows import Rows, add_rows
 from lightning_autosync.engine.transport import DOWN, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.plan import Compressor, Message, Round, RowBroadcast, Tree
+from lightning_autosync.plan import Compressor, Message, Round, RowBroadcast, Tree, schedule
 
 TABLE, WIDTH, STEPS = 12, 2, 3
 TIMEOUT = 60.0
@@ -97,11 +98,13 @@ def run(exchange: RowGatherExchange, steps: list[Rows]) -> list[Rows]:
 
 
 @examples(25)
-@given(data=st.data(), size=st.integers(2, 4))
-def test_all_ranks_have_the_same_sum_in_rank_order(data: st.DataObject, size: int) -> None:
+@given(data=st.data(), size=st.integers(2, 4), least=st.sampled_from([1, 40, schedule.LEAST_BROADCAST]))
+def test_all_ranks_have_the_same_sum_in_rank_order(data: st.DataObject, size: int, least: int) -> None:
+    """Rows of ``least`` bytes take a transfer of their own, so ranks use all, some or one of the transfers."""
     transfers = data.draw(broadcasts(size))
     steps = [[data.draw(touched()) for _ in range(STEPS)] for _ in range(size)]
-    with exchanges(transfers, size) as running, ThreadPoolExecutor(size) as ranks:
+    few = mock.patch.object(schedule, "LEAST_BROADCAST", least)
+    with few, exchanges(transfers, size) as running, ThreadPoolExecutor(size) as ranks:
         found = list(ranks.map(run, running, steps))
         kept = [part.pieces for exchange in running for part in exchange._current.parts.values()]
     assert not any(kept)  # received frames do not stay in memory until the next step
@@ -128,8 +131,15 @@ def test_merged_rows_are_ascending_unique_and_exact(parts: list[Rows]) -> None:
     assert total.gradients == sum(part.gradients for part in parts)
 
 
-def wire(gradients: int, count: int, indices: list[int]) -> bytes:
-    header = torch.tensor([gradients, count, *indices], dtype=torch.int64)
+def test_few_rows_travel_over_the_first_transfers_only() -> None:
+    trees = DIRECT.trees
+    transfers = [RowBroadcast(0, 12, trees, 4), RowBroadcast(12, 18, trees, 4), RowBroadcast(18, 24, trees, 4)]
+    for size, shares in ((0, [1.0]), (8192, [1.0]), (8193, [2 / 3, 1 / 3]), (10**6, [0.5, 0.25, 0.25])):
+        assert [share for _, share in schedule.used_broadcasts(transfers, size)] == shares
+
+
+def wire(gradients: int, count: int, indices: list[int], used: int = 1) -> bytes:
+    header = torch.tensor([gradients, count, used, *indices], dtype=torch.int64)
     return header.numpy().tobytes() + bytes(4 * WIDTH * len(indices))
 
 
@@ -140,11 +150,23 @@ def wire(gradients: int, count: int, indices: list[int]) -> bytes:
         (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [1, 2]), "fit no part"),
         (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [1])[:-1], "fit no part"),
         (Frame(0, 1, 1, 0, DOWN, 0), bytes(3), "fit no part"),
+        (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [1], used=0), "fit no part"),
+        (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [1], used=2), "fit no part"),
         (Frame(0, 1, 0, 0, DOWN, 0), wire(1, 0, []), "not in the schedule"),
         (Frame(0, 1, 2, 0, DOWN, 0), wire(1, 0, []), "not in the schedule"),
         (Frame(0, 3, 1, 0, DOWN, 0), wire(1, 0, []), "in step 3"),
     ],
-    ids=["index", "more rows than announced", "half a row", "half a header", "own rows", "no transfer", "step"],
+    ids=[
+        "index",
+        "more rows than announced",
+        "half a row",
+        "half a header",
+        "no transfers",
+        "too many transfers",
+        "own rows",
+        "no transfer",
+        "step",
+    ],
 )
 def test_rows_that_do_not_fit_end_the_exchange(frame: Frame, payload: bytes, fault: str) -> None:
     with exchanges((DIRECT,), 2) as (exchange, other):

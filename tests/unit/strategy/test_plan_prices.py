@@ -166,18 +166,30 @@ def test_a_job_that_tries_no_plans_has_the_first_one_alone(plans: int, monkeypat
     assert (len(found.plans) == 1) == (plans == 0)
 
 
-@pytest.mark.parametrize(("searched", "first"), [(0.97, proposals.DDP), (0.9, "search")])
-def test_a_job_begins_with_the_buckets_of_ddp_if_no_plan_is_much_faster(searched: float, first: str) -> None:
-    """If no plan is predicted 5% faster than a native all-reduce, the job begins with DDP's buckets.
+@pytest.mark.parametrize(
+    ("searched", "ddp", "first", "with_overlap"),
+    [
+        (0.97, 1.04, proposals.DDP, proposals.DDP),
+        (0.97, 1.06, proposals.DDP, proposals.NATIVE),
+        (0.9, 1.06, "search", "search"),
+    ],
+)
+def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
+    searched: float, ddp: float, first: str, with_overlap: str
+) -> None:
+    """If no plan is predicted 5% faster than a native all-reduce, the job begins with one.
 
-    Also where smaller ones are predicted to be a little faster.
+    Its buckets are those of DDP. With overlap, those sized for the links come first if they are predicted to be more
+    than 5% faster.
     """
     plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
-    prices = {"search": searched, proposals.NATIVE: 1.0, proposals.DDP: 1.04}
+    prices = {"search": searched, proposals.NATIVE: 1.0, proposals.DDP: ddp}
     ranked = proposals._marked([proposals.Alternative(plan, name, seconds) for name, seconds in prices.items()])
-    found = proposals.order_plans(ranked, proposals.JobLinks(PAIR, Constants())).plans
+    links = proposals.JobLinks(PAIR, Constants())
+    found = proposals.order_plans(ranked, links).plans
     assert found[0].name == first
     assert [each.name for each in found if each.native] == [proposals.DDP]
+    assert proposals.order_plans(ranked, links, overlaps=True).plans[0].name == with_overlap
 
 
 def test_the_reason_says_for_which_steps_plans_were_predicted() -> None:
@@ -300,6 +312,20 @@ def test_the_order_of_trials_follows_what_trials_have_told() -> None:
     tuner = native_and_trees(native=0.98, trees=0.85)
     drive(tuner, [1.0, 1.09, 1.09, 0.98], 100)
     assert [trial.candidate for trial in tuner.trials] == [1, 3, 2]
+
+
+def test_trials_tell_that_many_messages_take_longer_than_predicted() -> None:
+    """Predictions and times are those of a job with real computation on four ranks that shared two cores."""
+    predicted, measured = [0.0903, 0.1159, 0.0897, 0.1179], [0.1095, 0.1037, 0.1379, 0.0980]
+    messages = [4, 2, 18, 1]
+    candidates = [
+        Candidate(str(count), seconds, always=count == 2, native=True, messages=count)
+        for seconds, count in zip(predicted, messages, strict=True)
+    ]
+    tuner = Tuner(candidates, warm_up=1, passes=8)
+    drive(tuner, measured, 200)
+    assert [trial.candidate for trial in tuner.trials][:2] == [1, 3]
+    assert tuner.present == 3
 
 
 @pytest.mark.parametrize(
