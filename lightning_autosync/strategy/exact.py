@@ -151,6 +151,10 @@ class ExactReplica(SynchronizedPasses):
             return figures
         return replace(figures, batch_share=shares.shares[shares.rank] / sum(shares.shares))
 
+    def join_others(self) -> None:
+        """Note that the job has other modules too; all ranks call it at the same place of their programs."""
+        self._parameters.alone = self._parameters.active = False
+
     def settle(self) -> None:
         if self._overlap is not None:
             self._overlap.settle()

@@ -166,6 +166,9 @@ class AutoSyncFabricStrategy(DDPStrategy):
         links = self._links if others else None
         replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, True, links)
         self._replicas.append(replica)
+        if others:
+            for each in self._replicas:
+                each.join_others()
         if self._shares is not None:
             replica.share(self._shares)
         wrapped = FabricModule(module, replica, getattr(self.precision, "scaler", None), self._shares)

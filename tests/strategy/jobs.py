@@ -522,6 +522,32 @@ def fabric_looks(changes: str = "never") -> list[float]:
     return [float(parameter) for parameter in module.parameters()]
 
 
+def modules_in_any_order(steps: int = 4, changes: str = "never", **options: Any) -> list[float]:
+    """Weights of two modules after backward passes that reach them in another order on each rank.
+
+    Args:
+        steps: number of steps.
+        changes: when a second layer of each is frozen or unfrozen: ``never``, or ``in turn`` (before every step).
+    """
+    fabric = make_fabric(AutoSyncFabricStrategy(**{"check_replicas": 1, "timeout": 10.0, **options}))
+    modules = [nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)) for _ in range(2)]
+    weights = [parameter for module in modules for parameter in module.parameters()]
+    for weight in weights:
+        nn.init.ones_(weight)
+    made: Any = [fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.5)) for module in modules]
+    inputs = torch.full((1, 1), dist.get_rank() + 1.0)
+    for _ in range(steps):
+        for module in modules if changes == "in turn" else ():
+            module[1].requires_grad_(not module[1].weight.requires_grad)
+        losses: Any = [wrapped(inputs).sum() for wrapped, _ in (made if dist.get_rank() == 0 else made[::-1])]
+        fabric.backward(sum(losses))
+        for _, optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric.strategy.teardown()
+    return [float(weight) for weight in weights]
+
+
 def _adapters_under_fabric(strategy: Any) -> nn.Module:
     fabric = make_fabric(strategy)
     seed_everything(3)
