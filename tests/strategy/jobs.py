@@ -499,6 +499,30 @@ def modules_after_the_user_deletes_them(**options: Any) -> list[str]:
     return found
 
 
+def groups_of_modules() -> list[int]:
+    """Process groups that a job has more than before it: with a module that rank 1 deletes late, without it, ended."""
+    fabric = make_fabric(AutoSyncFabricStrategy())
+    before, found, first = _group_count(), list[int](), fabric.setup(nn.Linear(1, 1))
+    for _ in range(3):
+        deleted = fabric.setup(nn.Linear(1, 1))
+    if dist.get_rank() == 0:
+        del deleted
+    gc.collect()
+    last = fabric.setup(nn.Linear(1, 1))
+    found.append(_group_count() - before)
+    deleted = None
+    gc.collect()
+    last = fabric.setup(last.module)
+    found.append(_group_count() - before)
+    fabric.backward(last(torch.ones(1, 1)).sum() + first(torch.ones(1, 1)).sum())
+    fabric.strategy.teardown()
+    return [*found, _group_count() - before]
+
+
+def _group_count() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def fabric_looks(changes: str = "never") -> list[float]:
     """Weights after steps between which rank 0 alone runs the module more often, as for pictures of its output.
 

@@ -37,6 +37,10 @@ def test_modules_that_the_user_deletes_are_gone(duo, options: dict[str, str]) ->
     assert duo.run(jobs.modules_after_the_user_deletes_them, **options) == [[], []]
 
 
+def test_modules_that_the_user_deletes_leave_no_process_group(duo) -> None:
+    assert duo.run(jobs.groups_of_modules) == [[2, 1, 0]] * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [("never", [0.00390625, 0.00390625]), ("once", [-0.3125, 0.25]), ("in turn", [-1.71875, 1.64453125])],
