@@ -29,6 +29,10 @@ from lightning_autosync.workload import Workload, catalogue
 
 WORKLOAD = "vgg16"
 """The workload if neither a workload nor a model is given."""
+WELL_TUNED = DDPSweep(
+    bucket_cap_mb=("default", 1, 5, 100), gradient_as_bucket_view=(False, True), static_graph=(False, True)
+)
+"""The settings of DDP if none are given: those of ``conf/ddp/sweep.yaml``."""
 
 
 class PredictSettings(Configuration):
@@ -44,7 +48,7 @@ class PredictSettings(Configuration):
         constants: file of the hosts' constants, from a probe; None uses the defaults.
         module: model for a plan that splits operators, instead of a workload.
         rates: file of rates for such a plan, from a tuning run; None uses the defaults.
-        ddp: settings of DDP to compare with; sizes of buckets make a difference.
+        ddp: settings of DDP to compare with, without a plan; sizes of buckets make a difference.
         search_seconds: maximum seconds of the search for AutoSync's choice.
         batch_size: number of samples in a batch of the data loader, whose times the workload has; with ``micro_batch``.
         micro_batch: number of samples that a rank computes at once, to predict batch shares in whole micro-batches.
@@ -58,7 +62,7 @@ class PredictSettings(Configuration):
     constants: str | None = None
     module: AnyModel | None = None
     rates: str | None = None
-    ddp: DDPSweep = DDPSweep()
+    ddp: DDPSweep = WELL_TUNED
     search_seconds: Annotated[float, Field(ge=0.1)] = TuningSettings.search
     batch_size: Count | None = None
     micro_batch: Count | None = None
@@ -92,14 +96,14 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
     if is_path(settings.plan) and HybridPlan.is_in(settings.plan):
         _refuse(
             settings,
-            ("workload", "model", "arguments", "constants", "search_seconds", "batch_size", "micro_batch"),
+            ("workload", "model", "arguments", "constants", "search_seconds", "batch_size", "micro_batch", "ddp"),
             "not for a plan that splits operators",
         )
         print(_predict_hybrid(settings.plan, settings, directory), end="")
         print(f"{directory}: result.json, mesh.svg")
         return
     _refuse(settings, ("module", "rates"), "only for a plan that splits operators")
-    _refuse(settings, ("search_seconds",), "only without plan=")
+    _refuse(settings, ("search_seconds", "ddp"), "only without plan=")
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     constants = _constants(settings)
     plan = _plan(settings.plan, settings.arguments, workload, cluster)

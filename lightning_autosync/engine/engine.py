@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Schedule
 
 Waits = Literal["backward", "parameters"]
+_numbers = count()
 
 
 class Engine:
@@ -36,6 +38,9 @@ class Engine:
     schedule order, which must be the same on every rank. Gradients are divided by the number of ranks before they
     are summed, so what appears in ``parameter.grad`` is DDP's mean. As in DDP, hooks that users register on gradients
     run before the engine reads them.
+
+    One backward pass may reach the parameters of several engines, in different orders on different ranks. At its end
+    the engines wait for other ranks one after the other, in the order in which they were made.
 
     Args:
         parameters: names and parameters, as in ``named_parameters()``; they include every variable of the schedule.
@@ -99,6 +104,7 @@ class Engine:
         if waits not in ("backward", "parameters"):
             raise ValueError(f"waits: {waits!r} is not known; allowed: 'backward' or 'parameters'")
         self.schedule = schedule
+        self._number = next(_numbers)  # engines are made collectively, so their order is the same on all ranks
         self.waits = waits
         self._overlaps = waits == "parameters"
         self.enabled = self.expects = True
@@ -408,7 +414,7 @@ class Engine:
         if self._graph is not None:
             self._graph.begin_pass()
         if not self.deferred:
-            call_after_backward(self.end_backward)
+            call_after_backward(self.end_backward, self._number)
 
     def _complete(self, gradients: MessageGradients) -> None:
         if self._recorder is not None:

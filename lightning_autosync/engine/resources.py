@@ -212,14 +212,15 @@ class Resources:
 
     def _make_two_level_groups(self, schedule: Schedule) -> None:
         """Make the process groups of two-level collectives; collective, so no rank may have a fault of its own yet."""
-        for message in schedule.messages:
-            for transfer in (transfer for one in message.rounds for transfer in one.transfers):
-                if isinstance(transfer, TwoLevelAllReduce):
-                    if self._group is not None:
-                        raise PlanError("schedule: two-level collectives need the default process group")
-                    if self._control is not None:
-                        raise PlanError("schedule: plans with two-level collectives cannot be tried while a job trains")
-                    two_level_groups(transfer.places, self._timeout)
+        transfers = (each for message in schedule.messages for one in message.rounds for each in one.transfers)
+        for places in dict.fromkeys(each.places for each in transfers if isinstance(each, TwoLevelAllReduce)):
+            if self._group is not None:
+                raise PlanError("schedule: two-level collectives need the default process group")
+            if self._control is not None:
+                raise PlanError("schedule: plans with two-level collectives cannot be tried while a job trains")
+            groups = two_level_groups(places, self._timeout)
+            groups.users += 1
+            self._closing.callback(groups.leave)
 
     def _open_shared_memory(self, schedule: Schedule) -> None:
         """Allocate shared memory for all messages that are summed in it, if there are any."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, require_success
 from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
+from lightning_autosync.engine.exchanges.native import destroy_unused_groups
 from lightning_autosync.engine.gradient_scale import GradientScale
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.errors import PlanError
@@ -43,7 +44,7 @@ class ExactReplica(SynchronizedPasses):
 
     Args:
         module, settings, nodes, devices: as for `Replica.for_trainer`.
-        group: process group of all ranks; None is the default group.
+        group: process group of all ranks, which `close` destroys; None is the default group.
         watched: whether the strategy has a `FailureDetector` open.
         links: links of the job, if another replica has found them.
 
@@ -116,11 +117,6 @@ class ExactReplica(SynchronizedPasses):
         return self._module
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks; None is the default group."""
-        return self._group
-
-    @property
     def plan(self) -> SyncPlan:
         return self._tuning.resolution.plan
 
@@ -153,6 +149,10 @@ class ExactReplica(SynchronizedPasses):
         if figures is None or shares is None:
             return figures
         return replace(figures, batch_share=shares.shares[shares.rank] / sum(shares.shares))
+
+    def join_others(self) -> None:
+        """Note that the job has other modules too; all ranks call it at the same place of their programs."""
+        self._parameters.alone = self._parameters.active = False
 
     def settle(self) -> None:
         if self._overlap is not None:
@@ -273,14 +273,29 @@ class ExactReplica(SynchronizedPasses):
             warn_left_out(self._engine.load_state_dict(state), "the checkpoint was made under another plan")
 
     def close(self) -> None:
-        """Stop synchronizing; the state of compressors is kept for `gather_state`."""
+        """Stop synchronizing; the state of compressors is kept for `gather_state`.
+
+        All ranks call this at the same place of their programs.
+        """
         self._guards.remove()
+        with ExitStack() as closing:  # in reverse order, whatever fails
+            closing.callback(self._destroy_groups)
+            closing.callback(self._close_engine)
+            closing.callback(self._end_overlap)
+
+    def _end_overlap(self) -> None:
         try:
             if self._overlap is not None:
                 self._overlap.close()
         finally:
             self._overlap = None  # the engine to which the end of a trial returns does not overlap any more
-            self._close_engine()
+
+    def _destroy_groups(self) -> None:
+        """Destroy the process groups that nothing uses any more; later calls of `gather_state` use the default one."""
+        destroy_unused_groups()
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
     def _close_engine(self) -> None:
         if self._engine is None:

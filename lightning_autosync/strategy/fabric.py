@@ -15,6 +15,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
@@ -166,6 +167,9 @@ class AutoSyncFabricStrategy(DDPStrategy):
         links = self._links if others else None
         replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, True, links)
         self._replicas.append(replica)
+        if others:
+            for each in self._replicas:
+                each.join_others()
         if self._shares is not None:
             replica.share(self._shares)
         wrapped = FabricModule(module, replica, getattr(self.precision, "scaler", None), self._shares)
@@ -253,18 +257,21 @@ class AutoSyncFabricStrategy(DDPStrategy):
     def _close_unused(self, module: nn.Module) -> None:
         """Close the engine of ``module``, which is set up again, and those of modules that the user has deleted.
 
-        The former would exchange gradients twice. The latter would keep their modules in memory.
+        The former would exchange gradients twice. The latter would keep their modules in memory. All ranks close the
+        same ones, because they destroy process groups together: a rank may notice later than others what is deleted.
         """
+        if not self._replicas:  # on all ranks
+            return
         wrapped = {wrapper.replica for wrapper in self._wrappers}
+        deleted = [replica not in wrapped and not replica.awaits_backward for replica in self._replicas]
+        self._notice_changes()
+        everywhere = [all(ranks) for ranks in zip(*gather_json(deleted), strict=True)]
         used = []
-        for replica in self._replicas:
-            deleted = replica not in wrapped and not replica.awaits_backward
+        for replica, unused in zip(self._replicas, everywhere, strict=True):
             if replica.module is module:
                 replica.replace()
-            elif deleted:
+            elif unused:
                 replica.close()
-                if replica.group is not None:  # else its connections would stay as long as the process
-                    dist.destroy_process_group(replica.group)
             else:
                 used.append(replica)
         self._replicas = used

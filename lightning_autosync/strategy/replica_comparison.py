@@ -31,6 +31,8 @@ class ParameterComparison:
 
     Attributes:
         active: whether ranks compare before each pass, because there was a change a short while ago.
+        alone: whether they may. Where a job has several modules, ranks may begin the passes of these in different
+            orders, and would wait for each other.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -39,7 +41,7 @@ class ParameterComparison:
         self._tracker = ParameterTracker(module)
         self._agreed = self._tracker.digest()
         self._calm = 0
-        self.active = False
+        self.active, self.alone = False, True
 
     def changed(self) -> bool:
         """Whether this rank's parameters changed since ranks agreed on them."""
@@ -63,13 +65,15 @@ class ParameterComparison:
         return own != self._agreed
 
     def begin(self) -> None:
-        """Compare before each pass from now on, after a pass before which some rank's parameters changed; collective.
+        """Compare after a pass before which some rank's parameters changed; if `alone`, also before each later pass.
+
+        Collective.
 
         Raises:
             PlanError: (on every rank) parameters differ between ranks.
         """
         self._refuse_differences()
-        self.active, self._calm = True, 0
+        self.active, self._calm = self.alone, 0
 
     def accept(self) -> list[nn.Parameter]:
         """Take this rank's parameters as those that ranks have agreed on.

@@ -298,8 +298,7 @@ def with_fabric(device: str, ours: bool, plain_backward: bool, together: bool = 
     Args:
         together: whether one backward pass reaches both modules, in different orders on different ranks.
     """
-    # Trials of plans make collective calls at the ends of passes, for which modules must take turns alike on all ranks.
-    strategy: Any = AutoSyncFabricStrategy(tuning="off") if ours else DDPStrategy()
+    strategy: Any = AutoSyncFabricStrategy() if ours else DDPStrategy()
     kind = "cpu" if device == "cpu" else "gpu"
     plugins = [TorchElasticEnvironment()]
     fabric = Fabric(accelerator=kind, devices=1, num_nodes=dist.get_world_size(), strategy=strategy, plugins=plugins)

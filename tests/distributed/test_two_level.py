@@ -39,6 +39,13 @@ def test_engines_that_follow_each_other_share_the_groups(four) -> None:
     assert counts == [counts[0]] * 4
 
 
+@pytest.mark.parametrize("hierarchical", [False, True])
+def test_groups_last_as_long_as_a_job_uses_them(four, hierarchical: bool) -> None:
+    cluster = ClusterSpec.uniform(2, 2, "1 Gbit/s").to_dict()
+    found = four.run(training.groups_of_a_measuring_job, hierarchical=hierarchical, cluster=cluster)
+    assert found == [[2 * hierarchical, 0]] * 4
+
+
 def test_a_rank_that_has_no_memory_is_an_error_on_all(four) -> None:
     cluster = ClusterSpec.uniform(nodes=2, devices=2)
     first, second = (node.name for node in cluster.nodes)

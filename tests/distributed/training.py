@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,9 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine, StepOverlap, defer_steps, resources
 from lightning_autosync.engine.engine import Waits
+from lightning_autosync.engine.exchanges.native import destroy_unused_groups
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.errors import OpeningError, PlanError
 from lightning_autosync.plan import SyncPlan, TwoLevelAllReduce, builders, compile_plan
+from lightning_autosync.strategy.exact import ExactReplica
+from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.tuning import accelerators
+from lightning_autosync.strategy.tuning.job_tuning import JobTuning
+from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload, describe, variable_names
 
 _GROUPS: dict[tuple[Any, int], dist.ProcessGroup] = {}
@@ -120,6 +127,33 @@ def two_level_without_memory(cluster: dict[str, Any], rank: int) -> str:
             return "no error"
     except OpeningError as error:
         return str(error)
+
+
+def groups_of_a_measuring_job(hierarchical: bool, cluster: dict[str, Any]) -> list[int]:
+    """Process groups that a job has more than before it, while it trains and after it, which measures plans before.
+
+    Args:
+        hierarchical: whether the plan in two levels is found to be faster than the native all-reduce.
+        cluster: the cluster.
+    """
+    destroy_unused_groups()  # of other tests
+    spec, before, measured = ClusterSpec.from_dict(cluster), group_count(), accelerators.measure_schedules
+
+    def measure(schedules: Any, *rest: Any) -> list[float]:
+        assert all(seconds < math.inf for seconds in measured(schedules, *rest))
+        two_levels = [isinstance(each.messages[0].rounds[0].transfers[0], TwoLevelAllReduce) for each in schedules]
+        return [0.01 if each == hierarchical else 0.02 for each in two_levels]
+
+    tuning = TuningSettings(probe=0, search=0.5, cache=None, accelerators=True)
+    with (
+        mock.patch.object(JobTuning, "_device", "cuda"),
+        mock.patch.object(JobTuning, "_two_level_collectives", True),
+        mock.patch.object(accelerators, "measure_schedules", measure),
+    ):
+        replica = ExactReplica(Net(), StrategySettings(cluster=spec, tuning=tuning), 2, 2)
+    found = [group_count() - before]
+    replica.close()
+    return [*found, group_count() - before]
 
 
 def opening_beside_training(builder: str, cluster: dict[str, Any]) -> str:

@@ -502,6 +502,30 @@ def modules_after_the_user_deletes_them(**options: Any) -> list[str]:
     return found
 
 
+def groups_of_modules() -> list[int]:
+    """Process groups that a job has more than before it: with a module that rank 1 deletes late, without it, ended."""
+    fabric = make_fabric(AutoSyncFabricStrategy())
+    before, found, first = _group_count(), list[int](), fabric.setup(nn.Linear(1, 1))
+    for _ in range(3):
+        deleted = fabric.setup(nn.Linear(1, 1))
+    if dist.get_rank() == 0:
+        del deleted
+    gc.collect()
+    last = fabric.setup(nn.Linear(1, 1))
+    found.append(_group_count() - before)
+    deleted = None
+    gc.collect()
+    last = fabric.setup(last.module)
+    found.append(_group_count() - before)
+    fabric.backward(last(torch.ones(1, 1)).sum() + first(torch.ones(1, 1)).sum())
+    fabric.strategy.teardown()
+    return [*found, _group_count() - before]
+
+
+def _group_count() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def fabric_looks(changes: str = "never") -> list[float]:
     """Weights after steps between which rank 0 alone runs the module more often, as for pictures of its output.
 
@@ -523,6 +547,32 @@ def fabric_looks(changes: str = "never") -> list[float]:
             wrapped(torch.ones(1, 1))
     fabric.strategy.teardown()
     return [float(parameter) for parameter in module.parameters()]
+
+
+def modules_in_any_order(steps: int = 4, changes: str = "never", **options: Any) -> list[float]:
+    """Weights of two modules after backward passes that reach them in another order on each rank.
+
+    Args:
+        steps: number of steps.
+        changes: when a second layer of each is frozen or unfrozen: ``never``, or ``in turn`` (before every step).
+    """
+    fabric = make_fabric(AutoSyncFabricStrategy(**{"check_replicas": 1, "timeout": 10.0, **options}))
+    modules = [nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)) for _ in range(2)]
+    weights = [parameter for module in modules for parameter in module.parameters()]
+    for weight in weights:
+        nn.init.ones_(weight)
+    made: Any = [fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.5)) for module in modules]
+    inputs = torch.full((1, 1), dist.get_rank() + 1.0)
+    for _ in range(steps):
+        for module in modules if changes == "in turn" else ():
+            module[1].requires_grad_(not module[1].weight.requires_grad)
+        losses: Any = [wrapped(inputs).sum() for wrapped, _ in (made if dist.get_rank() == 0 else made[::-1])]
+        fabric.backward(sum(losses))
+        for _, optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric.strategy.teardown()
+    return [float(weight) for weight in weights]
 
 
 def _adapters_under_fabric(strategy: Any) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jobs
 import pytest
 from sweeps import crossed
@@ -35,12 +37,37 @@ def test_modules_that_the_user_deletes_are_gone(duo, options: dict[str, str]) ->
     assert duo.run(jobs.modules_after_the_user_deletes_them, **options) == [[], []]
 
 
+def test_modules_that_the_user_deletes_leave_no_process_group(duo) -> None:
+    assert duo.run(jobs.groups_of_modules) == [[2, 1, 0]] * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [("never", [0.00390625, 0.00390625]), ("once", [-0.3125, 0.25]), ("in turn", [-1.71875, 1.64453125])],
 )
 def test_a_rank_may_run_a_module_more_often_than_others(duo, changes: str, expected: list[float]) -> None:
     assert duo.run(jobs.fabric_looks, changes=changes) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"plan": "all_reduce"},
+        {"plan": "packed_trees"},
+        {"plan": "all_reduce", "overlap": "step", "check_replicas": 2},
+        {"overlap": "step", "check_replicas": 2},
+    ],
+    ids=str,
+)
+def test_one_backward_pass_reaches_modules_in_any_order(duo, options: dict[str, Any]) -> None:
+    expected = [0.00390625] * 4
+    assert duo.run(jobs.modules_in_any_order, **options) == [expected, expected]
+
+
+def test_layers_of_modules_in_any_order_are_frozen_in_turn(duo) -> None:
+    expected = [-1.71875, 1.64453125] * 2
+    assert duo.run(jobs.modules_in_any_order, changes="in turn") == [expected, expected]
 
 
 @pytest.mark.parametrize(("fabric", "static_graph"), crossed([True, False], [False, True]))

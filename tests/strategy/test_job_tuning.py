@@ -154,6 +154,12 @@ def test_fabric_equals_ddp_with_many_switches(duo, options: dict[str, Any]) -> N
         assert found["switches"] >= 10
 
 
+def test_fabric_tunes_while_passes_reach_modules_in_any_order(duo) -> None:
+    for found in duo.run(tuning_jobs.fabric_with_modules_in_any_order):
+        assert found["found"] == pytest.approx(found["expected"], abs=1e-6)
+        assert found["switches"] >= 2
+
+
 def test_a_second_job_starts_with_the_plan_that_the_first_one_found(duo, tmp_path) -> None:
     for first, second in duo.run(tuning_jobs.remembered, folder=str(tmp_path)):
         assert first["tuning"].startswith("ended")

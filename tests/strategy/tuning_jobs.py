@@ -247,6 +247,15 @@ def fabric(**options: Any) -> dict[str, Any]:
     return {"distance": jobs.distance(ours, theirs), "switches": len(switches)}
 
 
+def fabric_with_modules_in_any_order() -> dict[str, Any]:
+    """The weights of two modules that backward passes reach in another order on each rank, without and with tuning."""
+    options: dict[str, Any] = {"steps": 60, "cluster": PAIR, "check_replicas": 0}
+    expected = jobs.modules_in_any_order(tuning="off", **options)
+    with counted_switches() as switches:
+        found = jobs.modules_in_any_order(tuning=SHORT, **options)
+    return {"expected": expected, "found": found, "switches": len(switches)}
+
+
 def _train_with_fabric(strategy: Any) -> nn.Module:
     fabric = jobs.make_fabric(strategy)
     torch.manual_seed(3)

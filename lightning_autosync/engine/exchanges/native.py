@@ -180,7 +180,7 @@ def _watch(work: dist.Work, completed: Callable[[], None] | None) -> None:
         work.get_future().add_done_callback(lambda _: completed())
 
 
-@dataclass(frozen=True)
+@dataclass
 class TwoLevelGroups:
     """The process groups of one rank.
 
@@ -188,15 +188,21 @@ class TwoLevelGroups:
         place: the group of the ranks in this rank's place.
         rail: the group of the ranks with this rank's seat, one in each place.
         seats: number of ranks per place.
+        users: number of open engines that use them.
     """
 
     place: dist.ProcessGroup
     rail: dist.ProcessGroup
     seats: int
+    users: int = 0
+
+    def leave(self) -> None:
+        """Note that an engine uses them no longer."""
+        self.users -= 1
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], TwoLevelGroups]] = WeakKeyDictionary()
-"""Groups by default group and places. They are not destroyed, so that later engines use them again."""
+"""Groups by default group and places. Until `destroy_unused_groups`, later engines use them again."""
 
 
 def two_level_groups(places: Sequence[Sequence[int]], timeout: float) -> TwoLevelGroups:
@@ -212,6 +218,18 @@ def two_level_groups(places: Sequence[Sequence[int]], timeout: float) -> TwoLeve
     if key not in made:
         made[key] = _make(key, timedelta(seconds=timeout))
     return made[key]
+
+
+def destroy_unused_groups() -> None:
+    """Destroy the groups for two-level collectives that no open engine uses; all ranks call it at the same place."""
+    if not dist.is_initialized():
+        return
+    assert dist.group.WORLD is not None
+    made = _made.get(dist.group.WORLD, {})
+    for key in [key for key, groups in made.items() if not groups.users]:
+        groups = made.pop(key)
+        for group in (groups.place, groups.rail):
+            dist.destroy_process_group(group)
 
 
 def _make(places: Sequence[Sequence[int]], timeout: timedelta) -> TwoLevelGroups:

@@ -16,6 +16,7 @@ from lightning_autosync.documents import bytes_text, counted
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import OWN_GROUP, broadcast_json, separate_group
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
+from lightning_autosync.engine.exchanges.native import destroy_unused_groups
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.errors import OpeningError
@@ -175,6 +176,7 @@ class JobTuning:
             ExchangeError: ranks cannot connect to each other.
         """
         engine = self._open_first(open_engine)
+        destroy_unused_groups()  # of plans that were only measured
         if not self._tries:
             if self.resolution.alternatives:
                 self._ended = f"{_NO_OTHER}: {_ON_DEVICES if self._device != 'cpu' else _FIRST_ONLY}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_autosync.engine import end_of_backward
 from lightning_autosync.engine.end_of_backward import call_after_backward
 
 BLOCKS = 3
@@ -60,6 +63,34 @@ def test_a_pass_without_checkpoints() -> None:
         ]
         * 2
     )
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_several_callbacks_come_in_the_order_of_their_places(backwards: bool) -> None:
+    seen: list[int] = []
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
+    for place, layer in enumerate(layers):
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _, place=place: call_after_backward(lambda: seen.append(place), place)
+        )
+    for _ in range(2):
+        nn.Sequential(*(layers[::-1] if backwards else layers))(torch.ones(1, 2)).sum().backward()
+    assert seen == [0, 1, 2] * 2
+
+
+def test_callbacks_of_a_pass_that_fails_never_come() -> None:
+    seen: list[str] = []
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    asks = second.weight.register_post_accumulate_grad_hook(lambda _: call_after_backward(seen.clear))
+    fails = first.weight.register_hook(mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        second(first(torch.ones(1, 2))).sum().backward()
+    asks.remove()
+    fails.remove()
+    first.weight.register_post_accumulate_grad_hook(lambda _: call_after_backward(lambda: seen.append("next")))
+    second(first(torch.ones(1, 2))).sum().backward()
+    assert seen == ["next"]
+    assert not end_of_backward._ends
 
 
 def test_an_inner_pass_of_which_two_gradients_go_on() -> None:

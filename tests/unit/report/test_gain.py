@@ -158,7 +158,7 @@ def test_the_table_fits_80_columns_and_times_are_in_the_unit_that_fits(result: G
 def test_the_verb_prints_the_table_and_leaves_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     WORKLOAD.save(tmp_path / "workload.yaml")
     asked = {"workload": str(tmp_path / "workload.yaml"), "cluster": CLUSTER.to_dict(), "search_seconds": 0.1}
-    predict(asked, tmp_path)
+    predict({**asked, "ddp": {}}, tmp_path)
     said = capsys.readouterr().out
     assert "AutoSync: the plan by which a job begins, without trials: " in said
     assert "synchronization alone, without computation, takes " in said

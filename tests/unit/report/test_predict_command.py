@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_autosync.cli.predict import predict
-from lightning_autosync.cluster import resolve_cluster
-from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.cluster import configuration_directory, resolve_cluster
+from lightning_autosync.documents import read_data
+from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.plan import builders
 from lightning_autosync.replay import Constants
@@ -46,6 +47,12 @@ def test_names_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "critical path" in capsys.readouterr().out
 
 
+def test_settings_of_ddp_that_the_command_fills_in_are_not_refused(tmp_path: Path) -> None:
+    filled = read_data(configuration_directory() / "ddp" / "sweep.yaml", DocumentError)
+    predict({**ASKED, "ddp": filled}, tmp_path)
+    assert (tmp_path / "result.json").exists()
+
+
 def test_a_plan_for_another_model_is_named(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.yaml")
     cluster = resolve_cluster("fat_node_star")
@@ -75,6 +82,7 @@ def test_a_plan_for_another_model_is_named(tmp_path: Path) -> None:
         ({"rates": "nowhere.yaml"}, "rates: only for a plan that splits operators"),
         ({"module": MODULE}, "module: only for a plan that splits operators"),
         ({"search_seconds": 7}, "search_seconds: only without plan="),
+        ({"ddp": {"bucket_cap_mb": [5]}}, "ddp: only without plan=; leave ddp out"),
     ],
 )
 def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -92,6 +100,7 @@ def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: s
         {"batch_size": 4},
         {"micro_batch": 4},
         {"search_seconds": 7},
+        {"ddp": {"bucket_cap_mb": [5]}},
     ],
 )
 def test_what_a_plan_that_splits_operators_ignores_is_refused(tmp_path: Path, ignored: dict[str, Any]) -> None:
