@@ -99,9 +99,9 @@ def rows_time(message: Message, variable: Variable, links: LinkGraph) -> float:
     loads, added = numpy.zeros_like(links.capacities), 0.0
     transfers, size = message.rounds[0].transfers, variable.touched_share * variable.bytes
     broadcasts = [transfer for transfer in transfers if isinstance(transfer, RowBroadcast)]
-    for transfer, share in used_broadcasts(broadcasts, size) if broadcasts else ():
-        added += len(transfer.trees) * share * size
-        for tree in transfer.trees:
+    for broadcast, share in used_broadcasts(broadcasts, size) if broadcasts else ():
+        added += len(broadcast.trees) * share * size
+        for tree in broadcast.trees:
             loads += share * size * links.loads(_down(tree))
     for transfer in transfers:
         if not isinstance(transfer, TreeTransfer):
