@@ -281,6 +281,7 @@ NO_DOCUMENTS = {
     "search.prediction_server": "orders of its parent",
     "strategy.job": "messages between ranks",
     "strategy.trainer_state": "messages between ranks",
+    "strategy.tuning.memory": "/proc and control groups",
     "strategy.tuning.predictor": "replies of its child",
     "measure.workers.job_pool": "messages between ranks",
     "measure.workers.process": "messages of workers",
