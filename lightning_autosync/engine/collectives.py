@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autosync.engine.held import HeldTensors
-from lightning_autosync.errors import OpeningError, PlanError
+from lightning_autosync.errors import ExchangeError, OpeningError, PlanError
 from lightning_autosync.workload import shared_buffers
 
 _Form = tuple[str, list[int], str]
@@ -23,6 +24,8 @@ CHUNK = 256 * 1024 * 1024
 OWN_GROUP = "autosync"
 """Description of process groups that only this package uses, also on other threads."""
 
+_MISSING = re.compile(r"wait timeout .*/(\d+)$")
+"""gloo's error if a rank does not join a group; its last number is that rank."""
 _separate: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The groups of `separate_group`, by default group."""
 
@@ -40,6 +43,31 @@ def group_device(group: dist.ProcessGroup | None) -> torch.device:
     return bound or torch.device("cuda", torch.cuda.current_device())
 
 
+def new_group(
+    timeout: timedelta, ranks: Sequence[int] | None = None, description: str | None = None
+) -> dist.ProcessGroup:
+    """Make a process group, as `torch.distributed.new_group` does; collective over all ranks.
+
+    Args:
+        timeout: how long ranks wait for each other.
+        ranks: its ranks; None is all.
+        description: what to call it.
+
+    Raises:
+        ExchangeError: a rank did not come in time, or the connection to the job's store broke; it names the rank.
+    """
+    try:
+        return dist.new_group(None if ranks is None else list(ranks), timeout, group_desc=description)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        missing = _MISSING.search(str(error))
+        if missing is None:
+            fault = "the connection to the job's store, on the host of rank 0, broke"
+        else:
+            place = int(missing[1])
+            fault = f"rank {ranks[place] if ranks is not None and place < len(ranks) else place} did not come in time"
+        raise ExchangeError(f"a process group could not be made: {fault} ({error})") from None
+
+
 def separate_group(timeout: float) -> dist.ProcessGroup:
     """All ranks, for operations that ranks make at different places between those of the default group; collective.
 
@@ -50,7 +78,7 @@ def separate_group(timeout: float) -> dist.ProcessGroup:
     """
     assert dist.group.WORLD is not None
     if dist.group.WORLD not in _separate:
-        _separate[dist.group.WORLD] = dist.new_group(timeout=timedelta(seconds=timeout), group_desc=OWN_GROUP)
+        _separate[dist.group.WORLD] = new_group(timedelta(seconds=timeout), description=OWN_GROUP)
     return _separate[dist.group.WORLD]
 
 

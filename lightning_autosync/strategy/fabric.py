@@ -9,13 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.collectives import gather_json, new_group
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
@@ -163,7 +162,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
             check_norms(module)
         # Each module has its own group, because ranks may complete messages of two modules in different orders.
         # A group takes the backend's own time-out unless it is told one.
-        group = dist.new_group(timeout=timedelta(seconds=self._settings.timeout)) if others else None
+        group = new_group(timedelta(seconds=self._settings.timeout)) if others else None
         links = self._links if others else None
         replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, True, links)
         self._replicas.append(replica)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_autosync.engine.codecs import make_codec
 from lightning_autosync.engine.codecs.casts import CastCodec
-from lightning_autosync.engine.collectives import all_gather_single
+from lightning_autosync.engine.collectives import all_gather_single, new_group
 from lightning_autosync.engine.exchanges.base import CodedRange, Exchange, new_residual
 from lightning_autosync.engine.notes import Notes
 from lightning_autosync.engine.profiling import profiled
@@ -236,9 +236,9 @@ def _make(places: Sequence[Sequence[int]], timeout: timedelta) -> TwoLevelGroups
     rank = dist.get_rank()
     seats = len(places[0])
     # `new_group` is collective over all ranks: every rank makes every group in the same order, and keeps its own two.
-    inner = {tuple(ranks): dist.new_group(list(ranks), timeout) for ranks in places}
+    inner = {tuple(ranks): new_group(timeout, ranks) for ranks in places}
     rails = [tuple(ranks[seat] for ranks in places) for seat in range(seats)]
-    outer = {ranks: dist.new_group(list(ranks), timeout) for ranks in rails}
+    outer = {ranks: new_group(timeout, ranks) for ranks in rails}
     return TwoLevelGroups(
         place=next(group for ranks, group in inner.items() if rank in ranks),
         rail=next(group for ranks, group in outer.items() if rank in ranks),

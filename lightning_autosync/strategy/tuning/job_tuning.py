@@ -14,7 +14,7 @@ from torch import nn
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import bytes_text, counted
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.collectives import OWN_GROUP, broadcast_json, separate_group
+from lightning_autosync.engine.collectives import OWN_GROUP, broadcast_json, new_group, separate_group
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.exchanges.native import destroy_unused_groups
 from lightning_autosync.engine.resources import Resources
@@ -207,7 +207,7 @@ class JobTuning:
         for schedule in self._schedules:
             _ = schedule.fingerprint
         timeout, overlaps = timedelta(seconds=self._settings.timeout), self._settings.overlap is not None
-        self._control = dist.new_group(timeout=timeout, group_desc=OWN_GROUP)
+        self._control = new_group(timeout, description=OWN_GROUP)
         # Likewise: so many new objects let Python soon collect its garbage, which would take a step up to 0.5 s.
         gc.collect()
 
