@@ -26,8 +26,8 @@ class StepTrace:
         waits: (start, end) of each time in which the main thread waited for other ranks after its backward pass. With
             ``overlap="step"``, some of them may lie in the next forward pass.
         overlapped: whether the backward pass ended without a wait, with messages under way.
-        computing: CPU seconds of the thread that ran the backward pass, from ``forward`` to ``backward``; 0 if another
-            thread began it.
+        computing: CPU seconds of the thread that ran the backward pass, from ``forward`` to ``backward``, messages
+            included, but not those of other threads that compute; None if unknown, as where another thread began it.
     """
 
     forward: float
@@ -40,7 +40,7 @@ class StepTrace:
     origin: float = 0.0
     waits: tuple[tuple[float, float], ...] = ()
     overlapped: bool = False
-    computing: float = 0.0
+    computing: float | None = None
 
     @property
     def wait(self) -> float:
@@ -78,7 +78,7 @@ class Recorder:
         self._wait_begun: float | None = None
         self._depth = 0
         self._overlapped = False
-        self._computing = 0.0
+        self._computing: float | None = None
         self._thread: tuple[int, float] | None = None
         self._origin = time.perf_counter()
 

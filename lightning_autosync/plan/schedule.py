@@ -257,11 +257,11 @@ def first_parameters_first(schedule: Schedule, order: Sequence[str]) -> Schedule
 def used_broadcasts(transfers: Sequence[RowBroadcast], size: float) -> list[tuple[RowBroadcast, float]]:
     """The transfers over which a rank broadcasts its rows, with the share of the rows that each carries.
 
-    Each transfer costs a frame to every rank. So few rows travel over the first transfers only, which carry most.
+    Each transfer costs a frame to every rank. So few rows travel over the first transfers only.
 
     Args:
         transfers: all transfers of a message.
-        size: bytes of the rank's rows.
+        size: bytes of the rank's rows and their indices.
     """
     used = transfers[: max(1, math.ceil(size / LEAST_BROADCAST))]
     return [(one, (one.stop - one.start) / (used[-1].stop - used[0].start)) for one in used]

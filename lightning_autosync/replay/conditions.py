@@ -106,8 +106,8 @@ def _with_host_work(
 ) -> StageConditions:
     """Append one stage for each part of the work of some ranks' main threads to the conditions.
 
-    Parts follow each other. They are more urgent than all stages that communicate, unless they compute: the kernel
-    prefers threads that sleep most of the time.
+    Parts follow each other. Without computation, they are more urgent than all stages that communicate: the kernel
+    prefers threads that sleep most of the time. With it, they come last, as a whole.
     """
     count, parts = len(conditions.fill), len(host_work.core)
     core, none = numpy.array(host_work.core), numpy.zeros(parts)

@@ -101,7 +101,8 @@ class Constants(Document):
         accelerated: whether gradients are computed on an accelerator, so that the core packs one gradient while the
             next ones are computed [stated by the job].
         computing: cores that a rank's computation occupies while it lasts, where ranks share cores; None is one core,
-            or its part of the shared ones. Nothing if ``accelerated`` [measured by jobs].
+            or its part of the shared ones. Nothing if ``accelerated`` [measured by jobs: the CPU time of the thread
+            that computes].
     """
 
     FORMAT: ClassVar[str] = "autosync-constants/1"

@@ -351,6 +351,7 @@ class StageMaker:
         constants, width = self._constants, message.numel // message.rows
         flows = []
         transfers = [one for one in message.rounds[0].transfers if isinstance(one, RowBroadcast)]
+        assert len(transfers) == len(message.rounds[0].transfers)
         for transfer, share in used_broadcasts(transfers, size):
             pieces = max(1, round_up(share * touched / max(1, transfer.segment // width)))
             wire = share * size * constants.framing

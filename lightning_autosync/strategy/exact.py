@@ -32,7 +32,7 @@ from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.shares.losses import loss_weight_of
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
-from lightning_autosync.strategy.tuning.memory import memory_fault
+from lightning_autosync.strategy.tuning.memory import buffer_fault
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures
@@ -44,7 +44,7 @@ class ExactReplica(SynchronizedPasses):
 
     Args:
         module, settings, nodes, devices: as for `Replica.for_trainer`.
-        group: process group of all ranks, which `close` destroys; None is the default group.
+        group: process group of all ranks, which ends with the replica; None is the default group.
         watched: whether the strategy has a `FailureDetector` open.
         links: links of the job, if another replica has found them.
 
@@ -273,13 +273,17 @@ class ExactReplica(SynchronizedPasses):
             warn_left_out(self._engine.load_state_dict(state), "the checkpoint was made under another plan")
 
     def close(self) -> None:
-        """Stop synchronizing; the state of compressors is kept for `gather_state`.
+        """Stop synchronizing; the state of compressors is kept for `gather_state`."""
+        self._close(together=False)
 
-        All ranks call this at the same place of their programs.
-        """
+    def close_together(self) -> None:
+        """Like `close`, with the process groups of accelerators, too; all ranks call it at the same place."""
+        self._close(together=True)
+
+    def _close(self, together: bool) -> None:
         self._guards.remove()
         with ExitStack() as closing:  # in reverse order, whatever fails
-            closing.callback(self._destroy_groups)
+            closing.callback(self._destroy_groups, together)
             closing.callback(self._close_engine)
             closing.callback(self._end_overlap)
 
@@ -290,8 +294,13 @@ class ExactReplica(SynchronizedPasses):
         finally:
             self._overlap = None  # the engine to which the end of a trial returns does not overlap any more
 
-    def _destroy_groups(self) -> None:
-        """Destroy the process groups that nothing uses any more; later calls of `gather_state` use the default one."""
+    def _destroy_groups(self, together: bool) -> None:
+        """Destroy the process groups that nothing uses any more; later calls of `gather_state` use the default one.
+
+        Those of NCCL stay unless all ranks are here ``together``: a rank that failed would wait for the others.
+        """
+        if not together and dist.is_initialized() and dist.get_backend(self._group) == "nccl":
+            return
         destroy_unused_groups()
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
@@ -430,7 +439,7 @@ class ExactReplica(SynchronizedPasses):
         """
         rank, cluster = dist.get_rank(control), self._tuning.resolution.cluster
         sharing = len(cluster.ranks_of(cluster.rank_nodes[rank]))
-        require_success(memory_fault(schedule, rank, sharing), control)
+        require_success(buffer_fault(schedule, rank, sharing), control)
         options = {"connect_timeout": connect_timeout, "control": control, "rest": rest, **self._shared_options}
         with reading_forms():
             return Resources(dict(self._planned), self._ordered(schedule), **options)

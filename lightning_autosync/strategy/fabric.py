@@ -270,7 +270,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
             if replica.module is module:
                 replica.replace()
             elif unused:
-                replica.close()
+                replica.close_together()
             else:
                 used.append(replica)
         self._replicas = used

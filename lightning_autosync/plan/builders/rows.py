@@ -19,6 +19,7 @@ from lightning_autosync.plan.trees import Tree
 from lightning_autosync.workload import Variable, Workload
 
 GATHERED = "gather_rows"
+_INDEX_BYTES = 8
 ADDING_RATE = 1.3e9
 """Bytes/s of touched rows that one core adds up, as measured on one host."""
 
@@ -99,7 +100,8 @@ def rows_time(message: Message, variable: Variable, links: LinkGraph) -> float:
     loads, added = numpy.zeros_like(links.capacities), 0.0
     transfers, size = message.rounds[0].transfers, variable.touched_share * variable.bytes
     broadcasts = [transfer for transfer in transfers if isinstance(transfer, RowBroadcast)]
-    for broadcast, share in used_broadcasts(broadcasts, size) if broadcasts else ():
+    sent = size + _INDEX_BYTES * variable.touched_share * variable.shape[0]
+    for broadcast, share in used_broadcasts(broadcasts, sent) if broadcasts else ():
         added += len(broadcast.trees) * share * size
         for tree in broadcast.trees:
             loads += share * size * links.loads(_down(tree))

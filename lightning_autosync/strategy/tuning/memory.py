@@ -23,7 +23,7 @@ _FILES = {
 of what the system can take back from it."""
 
 
-def memory_fault(schedule: Schedule, rank: int, sharing: int) -> str:
+def buffer_fault(schedule: Schedule, rank: int, sharing: int) -> str:
     """The reason why this rank has no memory for the buffers of a plan; empty if it has, or if that is unknown.
 
     Args:
@@ -83,6 +83,8 @@ def _left_in_groups() -> Iterator[int]:
 
 def _left_in(folder: Path, limit: str, used: str, reclaimable: str) -> Iterator[int]:
     with suppress(OSError, ValueError):  # no such group or file here; the limit is "max"
-        found = re.search(rf"^{reclaimable} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-        spare = int(found[1]) if found else 0
-        yield max(0, int((folder / limit).read_text()) - int((folder / used).read_text()) + spare)
+        left, spare = int((folder / limit).read_text()) - int((folder / used).read_text()), 0
+        with suppress(OSError):
+            if found := re.search(rf"^{reclaimable} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE):
+                spare = int(found[1])
+        yield max(0, left + spare)

@@ -64,10 +64,11 @@ def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[Step
     )
 
 
-def computing_cores(traces: Sequence[StepTrace]) -> float:
-    """Cores that computation occupies during backward passes, by their traces: the median, 1 at most."""
+def computing_cores(traces: Sequence[StepTrace]) -> float | None:
+    """Cores that a rank occupies during backward passes, by their traces: the median, 1 at most; None if unknown."""
     spans = [(trace.computing, trace.backward - trace.forward) for trace in traces]
-    return min(1.0, statistics.median(busy / span if span > 0 else 0.0 for busy, span in spans))
+    known = [busy / span for busy, span in spans if busy is not None and span > 0]
+    return min(1.0, statistics.median(known)) if known else None
 
 
 class PlanPrices:

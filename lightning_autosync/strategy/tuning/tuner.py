@@ -15,7 +15,7 @@ from lightning_autosync.strategy.tuning.contest import CLEARLY_SLOWER, GIVE_UP, 
 _LEAST_KNOWN = 4
 """Passes of the present plan before a candidate is tried, to know when to give it up."""
 LARGEST_RATIO = 1.1
-"""Predicted time of a plan, relative to the present one, up to which it may be tried. Trials correct predictions."""
+"""Predicted time of a plan, relative to the present one, up to which it may be tried: as trials have corrected it."""
 KIND_ERROR, KIND_SPREAD, OWN_SPREAD = 0.08, 0.1, 0.08
 """Of the logarithm of measured over predicted time, of other plans relative to native ones: mean and standard deviation
 of the part that all plans of a kind have in common, before any was measured, and standard deviation of each plan's own
@@ -74,8 +74,8 @@ class Trial:
 class Tuner:
     """Tries candidates one after the other, each against the present plan, until no gain is expected.
 
-    The next one is that with the largest expected gain. What trials tell of predictions counts for plans that are
-    alike: of the same kind, or with as many messages.
+    The next one is that with the largest expected gain. Each trial corrects the predictions of all plans, by their kind
+    and by their number of messages.
 
     The first candidate is the present plan at the beginning. All ranks give their tuner the same times, so all decide
     alike. Times may arrive some passes late: `record` takes them in the order in which `following` chose the plans.
@@ -244,6 +244,7 @@ class Tuner:
             return -math.inf
         error, variance = self._prediction_error(kind, messages)
         mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted) + error
+        # Without the error that is assumed before any trial: that alone keeps no plan from being tried.
         if mean - kind * KIND_ERROR > math.log(LARGEST_RATIO):
             return -math.inf
         gain, loss = _expectations(mean, math.sqrt(variance))

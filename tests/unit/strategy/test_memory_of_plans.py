@@ -66,7 +66,7 @@ def test_a_plan_may_take_half_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -
     cluster = ClusterSpec.uniform(2, bandwidth="1 Gbit/s")
     schedule = compile_plan(builders.all_reduce(MODEL, cluster), MODEL, cluster)
     monkeypatch.setattr(memory, "available_memory", lambda: 4 * 4004)
-    assert memory.memory_fault(schedule, 0, sharing=2) == ""
-    assert "16 kB of memory left" in memory.memory_fault(schedule, 0, sharing=3)
+    assert memory.buffer_fault(schedule, 0, sharing=2) == ""
+    assert "16 kB of memory left" in memory.buffer_fault(schedule, 0, sharing=3)
     monkeypatch.setattr(memory, "available_memory", lambda: None)
-    assert memory.memory_fault(schedule, 0, sharing=10**9) == ""
+    assert memory.buffer_fault(schedule, 0, sharing=10**9) == ""
