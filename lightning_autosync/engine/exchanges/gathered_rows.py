@@ -175,7 +175,7 @@ class RowGatherExchange(TreeSteps, RowExchange):
         gradients, count, used = wire[:_HEADER_BYTES].view(torch.int64).tolist()
         rows = Rows.cut(wire[_HEADER_BYTES:], self._width, self._dtype, gradients)
         number, source = divmod(frame.transfer, self._ranks)
-        if part.complete or not number < used <= len(self._transfers):
+        if part.missing == 0 or not number < used <= len(self._transfers):
             raise ExchangeError(
                 f"rank {peer} sent rows of rank {source} in transfer {number + 1} and says that {used} transfers carry "
                 f"them; allowed: {number + 1} to {len(self._transfers)}, the same in all frames"
