@@ -93,11 +93,19 @@ def step_time(value: Any) -> float | None:
     return float(value) if is_number and 0 < value <= LONGEST else None
 
 
+def _value(trial: FrozenTrial) -> float | None:
+    """The value of a trial; None if it has none."""
+    values = trial.values or ()
+    if len(values) > 1:
+        raise StudyError(f"trial {trial.number}: it has {len(values)} values; allowed: one, the seconds of a step")
+    return values[0] if values else None
+
+
 def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
     """Seconds of each measured step of the slowest rank; without steps only the trial's value; else empty."""
     if by_rank := [steps for steps in attribute(trial, STEPS) or () if steps]:
         return tuple(max(by_rank, key=statistics.median))
-    value = trial.value if trial.state == TrialState.COMPLETE else None
+    value = _value(trial) if trial.state == TrialState.COMPLETE else None
     if value is None:
         with suppress(ValueError):
             value = trial.intermediate_values[max(trial.intermediate_values)]
@@ -107,8 +115,8 @@ def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
 
 def seconds_of(trial: FrozenTrial) -> float | None:
     """Seconds of a step of a trial's plan: its value, or the median step of a pruned trial; None if unknown."""
-    if trial.state == TrialState.COMPLETE and trial.value is not None:
-        return step_time(trial.value)
+    if trial.state == TrialState.COMPLETE and (value := _value(trial)) is not None:
+        return step_time(value)
     if trial.state == TrialState.PRUNED and (steps := measured_steps(trial)):
         return statistics.median(steps)
     return None

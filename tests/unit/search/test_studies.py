@@ -461,3 +461,11 @@ def test_a_study_whose_maker_died_among_the_baselines_gets_the_rest(
     monkeypatch.setattr(studies, "_DESCRIBE_TIMEOUT", 0.1)
     found = studies.open_study(storage, "one", SPACE, first=SPACE.baselines())
     assert [trial.system_attrs["fixed_params"] for trial in found.trials] == SPACE.baselines()
+
+
+def test_a_trial_with_several_values_is_an_error() -> None:
+    """Another program may have made the study for several objectives."""
+    trial = optuna.trial.create_trial(values=[0.1, 0.2])
+    for read in (attrs.seconds_of, attrs.measured_steps):
+        with pytest.raises(StudyError, match="it has 2 values; allowed: one, the seconds of a step"):
+            read(trial)
