@@ -43,6 +43,8 @@ class TreeTransfer:
         return self.reduce.root
 
 
+INDEX_BYTES = 8
+"""Bytes of the index in front of each touched row on the wire."""
 LEAST_BROADCAST = 8 * 1024
 """Bytes of a rank's rows for each further transfer over which it broadcasts them."""
 

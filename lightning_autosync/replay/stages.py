@@ -11,6 +11,7 @@ import numpy
 from lightning_autosync.plan import codecs
 from lightning_autosync.plan.messages import ITEMSIZE
 from lightning_autosync.plan.schedule import (
+    INDEX_BYTES,
     AllReduce,
     AllToAll,
     Message,
@@ -25,8 +26,6 @@ from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import NOTHING, Floats, Forest
 from lightning_autosync.workload import Workload
 
-_INDEX_BYTES = 8
-"""Bytes of the index in front of each row on the wire."""
 _GLOO_SEGMENT = 2**20
 """Bytes of the largest piece of gloo's ring, which has at least two pieces per rank."""
 GLOO_WINDOW = 2
@@ -316,7 +315,7 @@ class StageMaker:
         width = message.numel // message.rows
         touched = self._workload.variable(message.variables[0]).rows
         touched = float(message.rows) if touched is None else touched
-        size = touched * (_INDEX_BYTES + width * ITEMSIZE[message.dtype])
+        size = touched * (INDEX_BYTES + width * ITEMSIZE[message.dtype])
         if message.collective:
             return self._native_rows(message, size)
         if isinstance(message.rounds[0].transfers[0], RowBroadcast):

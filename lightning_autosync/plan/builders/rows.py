@@ -13,13 +13,12 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, lone_group, make_plan
 from lightning_autosync.plan.builders.registry import register
 from lightning_autosync.plan.compiler import compile_plan
-from lightning_autosync.plan.schedule import Message, RowBroadcast, TreeTransfer, used_broadcasts
+from lightning_autosync.plan.schedule import INDEX_BYTES, Message, RowBroadcast, TreeTransfer, used_broadcasts
 from lightning_autosync.plan.spec import Group, Partition, SyncPlan
 from lightning_autosync.plan.trees import Tree
 from lightning_autosync.workload import Variable, Workload
 
 GATHERED = "gather_rows"
-_INDEX_BYTES = 8
 ADDING_RATE = 1.3e9
 """Bytes/s of touched rows that one core adds up, as measured on one host."""
 
@@ -100,14 +99,15 @@ def rows_time(message: Message, variable: Variable, links: LinkGraph) -> float:
     loads, added = numpy.zeros_like(links.capacities), 0.0
     transfers, size = message.rounds[0].transfers, variable.touched_share * variable.bytes
     broadcasts = [transfer for transfer in transfers if isinstance(transfer, RowBroadcast)]
-    sent = size + _INDEX_BYTES * variable.touched_share * variable.shape[0]
+    sent = size + INDEX_BYTES * variable.touched_share * variable.shape[0]
     for broadcast, share in used_broadcasts(broadcasts, sent) if broadcasts else ():
         added += len(broadcast.trees) * share * size
         for tree in broadcast.trees:
             loads += share * size * links.loads(_down(tree))
     for transfer in transfers:
-        if not isinstance(transfer, TreeTransfer):
+        if isinstance(transfer, RowBroadcast):
             continue
+        assert isinstance(transfer, TreeTransfer)
         part = (transfer.stop - transfer.start) / message.numel * variable.bytes
         below = _below(transfer.reduce)
         for parent, rank in _down(transfer.reduce):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import threading
+import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +13,12 @@ from typing import Any
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.engine.tracing import Recorder, StepTrace
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.replay import Constants, Replay, overlapped_step_time, synchronization_bound
 from lightning_autosync.strategy.tuning import proposals
 from lightning_autosync.strategy.tuning.predictor import PREDICTOR, Predictor
-from lightning_autosync.strategy.tuning.prices import PlanPrices, timed_workload
+from lightning_autosync.strategy.tuning.prices import PlanPrices, computing_cores, timed_workload
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.strategy.tuning.tuner import Candidate, Tuner
 from lightning_autosync.workload import Variable, Workload
@@ -344,3 +346,29 @@ def test_ddps_plan_is_tried_against_that_of_an_earlier_job_which_took_longer() -
     tuner = Tuner([Candidate("remembered", 2.0), Candidate("ddp", 2.0, True, True)], warm_up=1, passes=8)
     drive(tuner, [1.0, 0.9], 100)
     assert tuner.present == 1
+
+
+def test_cores_that_computation_occupies_are_a_median_of_what_traces_know() -> None:
+    def trace(computing: float | None) -> StepTrace:
+        return StepTrace(1.0, 3.0, 4.0, 4.0, (), (), (), computing=computing)
+
+    assert computing_cores([trace(None)]) is None
+    assert computing_cores([trace(0.5), trace(None), trace(1.0), trace(1.2)]) == 0.5
+    assert computing_cores([trace(2.5)]) == 1.0
+
+
+def test_a_recorder_measures_the_cpu_time_of_the_thread_that_ran_the_backward_pass() -> None:
+    recorder = Recorder(0)
+    recorder.end_forward()
+    time.sleep(0.05)
+    recorder.end_backward()
+    asleep = recorder.end()
+    assert asleep.computing is not None
+    assert asleep.computing < 0.5 * (asleep.backward - asleep.forward)
+
+    recorder.begin()
+    thread = threading.Thread(target=recorder.end_forward)
+    thread.start()
+    thread.join()
+    recorder.end_backward()
+    assert recorder.end().computing is None
