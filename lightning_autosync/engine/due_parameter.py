@@ -53,7 +53,10 @@ class Due:
         owner: completes it.
         message: index of its message.
         step: the optimizer's step that has been called for it; None while only the sum of its gradient is due.
-        limit: the ``clip_value`` of a ``clip_grad_value_`` that was called before the step; None if there was none.
+        factor: number by which the gradient is multiplied, because gradients were clipped by their norm before the
+            step; None if they were not.
+        limit: the ``clip_value`` of a ``clip_grad_value_`` that was called before the step, after ``factor`` was set;
+            None if there was none.
         clears: the ``set_to_none`` of a ``zero_grad`` that was called after that step; None if there was none.
         stepping: whether the step is being made.
     """
@@ -61,6 +64,7 @@ class Due:
     owner: Owner
     message: int
     step: DeferredStep | None = None
+    factor: Tensor | None = None
     limit: float | None = None
     clears: bool | None = None
     stepping: bool = False

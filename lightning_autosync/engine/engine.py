@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.accumulator_hooks import AccumulatorHooks
@@ -17,6 +17,7 @@ from lightning_autosync.engine.compressor_state import ParameterStates, check_sc
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.end_of_backward import call_after_backward
 from lightning_autosync.engine.gradients import MessageGradients
+from lightning_autosync.engine.norms import gradient_norms
 from lightning_autosync.engine.notes import Notes
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.resources import Resources
@@ -252,6 +253,25 @@ class Engine:
                 self._finish_one(other)
         if not self._pending and not self._armed:
             self._end_pass()
+
+    def has_roots(self, index: int) -> bool:
+        """Whether ranks have parts of a message's sum before it is finished; the same on every rank."""
+        return self._gradients[index].has_roots
+
+    def norms(self, indices: Sequence[int], refuses: bool) -> list[Tensor] | None:
+        """See `gradient_norms`; the messages with these indices are not finished by that."""
+        messages = [self._gradients[index] for index in indices]
+        if self._recorder is None:
+            return gradient_norms(messages, refuses, self._resources.group)
+        self._recorder.begin_wait()
+        found = gradient_norms(messages, refuses, self._resources.group)
+        self._recorder.end_wait()
+        return found
+
+    def send_sums_first(self, indices: Sequence[int]) -> None:
+        """Let contributions to the sums of these messages, from now on, leave before all sums that are complete."""
+        for index in indices:
+            self._gradients[index].exchange.sums_first = True
 
     def members(self, index: int) -> list[nn.Parameter]:
         """The parameters of a message."""

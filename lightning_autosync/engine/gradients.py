@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NoReturn
 
 import torch
@@ -94,6 +95,24 @@ class MessageGradients(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait for the sum, and write it to the parameters' gradients."""
+
+    @property
+    def has_roots(self) -> bool:
+        """Whether ranks have sums before `finish`; see `root_squares`."""
+        return False
+
+    def root_squares(self) -> Tensor:
+        """For each parameter, the sum of squares of that part of its summed gradient of which this rank is a root.
+
+        It waits until this rank has that part. The sum over ranks is the square of the gradient's norm.
+
+        Returns:
+            float64 [number of parameters].
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        raise NotImplementedError("the exchange of this message has no roots")
 
     @abstractmethod
     def finite(self) -> bool:
@@ -246,6 +265,32 @@ class DenseGradients(MessageGradients):
     @property
     def change_seen(self) -> bool:
         return float(self._result[-1]) < 0
+
+    @property
+    def has_roots(self) -> bool:
+        return self.exchange.root_ranges is not None
+
+    def root_squares(self) -> Tensor:
+        self.exchange.wait_at_root()
+        squares = torch.zeros(len(self.parameters), dtype=torch.float64)
+        places, parts = self._root_parts
+        if parts:
+            wide = torch.promote_types(self._buffer.dtype, torch.float32)
+            norms = torch.stack(torch._foreach_norm(parts, 2, wide))
+            squares.index_add_(0, places, norms.double().square())
+        return squares
+
+    @cached_property
+    def _root_parts(self) -> tuple[Tensor, list[Tensor]]:
+        """The parts of the buffer of which this rank is a root, and the place of the parameter of each."""
+        places, parts, end = [], [], 0
+        for place, parameter in enumerate(self.parameters):
+            start, end = end, end + real_view(parameter).numel()
+            for first, last in self.exchange.root_ranges or ():
+                if max(start, first) < min(end, last):
+                    places.append(place)
+                    parts.append(self._buffer[max(start, first) : min(end, last)])
+        return torch.tensor(places), parts
 
     def finite(self) -> bool:
         return all_finite(self._result)

@@ -85,7 +85,7 @@ class Resources:
         self._rest = rest
         self._parameters = parameters
         self._as_views = gradient_as_bucket_view
-        self._group = group
+        self.group = group
         self._control = group if control is None else control
         self._timeout = timeout
         self._connect_timeout = min(timeout, connect_timeout)
@@ -214,7 +214,7 @@ class Resources:
         """Make the process groups of two-level collectives; collective, so no rank may have a fault of its own yet."""
         transfers = (each for message in schedule.messages for one in message.rounds for each in one.transfers)
         for places in dict.fromkeys(each.places for each in transfers if isinstance(each, TwoLevelAllReduce)):
-            if self._group is not None:
+            if self.group is not None:
                 raise PlanError("schedule: two-level collectives need the default process group")
             if self._control is not None:
                 raise PlanError("schedule: plans with two-level collectives cannot be tried while a job trains")
@@ -264,7 +264,7 @@ class Resources:
         """The gradients of a message behind which the notes travel, as the last elements of ``memory``."""
         self.notes = Notes(memory[-notes:], self._rank, self._world_size)
         reduces = [transfer for transfer in message.rounds[0].transfers if isinstance(transfer, AllReduce)]
-        exchange = AllReduceExchange(reduces, message, memory, self._group, self.notes)
+        exchange = AllReduceExchange(reduces, message, memory, self.group, self.notes)
         return DenseGradients(message, parameters, memory[:-notes], exchange, self._world_size, self._as_views)
 
     def _low_rank(self, message: Message, buffer: Tensor) -> Exchange:
@@ -284,7 +284,7 @@ class Resources:
         exchange: Exchange
         if all(isinstance(transfer, AllReduce) for transfer in transfers):
             reduces = [transfer for transfer in transfers if isinstance(transfer, AllReduce)]
-            exchange = AllReduceExchange(reduces, message, buffer, self._group)
+            exchange = AllReduceExchange(reduces, message, buffer, self.group)
         elif isinstance(transfers[0], TwoLevelAllReduce):
             groups = two_level_groups(transfers[0].places, self._timeout)  # made by `_make_two_level_groups`
             levels = [transfer for transfer in transfers if isinstance(transfer, TwoLevelAllReduce)]
@@ -293,7 +293,7 @@ class Resources:
             assert self._shared is not None
             exchange = SharedMemoryExchange(message, self._shared, self._rank, self._world_size, self._timeout)
         elif isinstance(transfers[0], AllToAll):
-            exchange = AllToAllExchange(transfers[0], message, buffer, self._rank, self._world_size, self._group)
+            exchange = AllToAllExchange(transfers[0], message, buffer, self._rank, self._world_size, self.group)
         else:
             return self._tree_round(message, number, buffer)
         self._keep(message, residual=exchange.residual)
@@ -319,7 +319,7 @@ class Resources:
     def _row_exchange(self, message: Message, dtype: torch.dtype, device: torch.device) -> RowExchange:
         width = message.numel // message.rows
         if message.collective:
-            return NativeRowExchange(width, dtype, device, self._group)
+            return NativeRowExchange(width, dtype, device, self.group)
         assert self._transport is not None
         channel = _ROUNDS * message.index
         gathered = isinstance(message.rounds[0].transfers[0], RowBroadcast)

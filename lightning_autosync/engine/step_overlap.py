@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from threading import RLock
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autosync.engine.due_parameter import Due, due_of, mark, unmark
 from lightning_autosync.engine.engine import Engine
+from lightning_autosync.engine.norms import clip_by_norms
 from lightning_autosync.engine.optimizer_steps import (
     DeferredStep,
     hooks_would_see_parts,
@@ -73,6 +74,7 @@ class StepOverlap:
         self._engine: Engine | None = None
         self._failure: ExchangeError | None = None
         self._released: list[nn.Parameter] = []
+        self._launched: tuple[int, ...] = ()
         self._on_wait = on_wait
         self._readers: set[str] = set()
         # Hooks of the modules themselves would be saved with them, and would turn off faster paths of evaluation.
@@ -181,14 +183,72 @@ class StepOverlap:
                 due.step = step
             return due is not None
 
+    def begin_pass(self) -> None:
+        """Note that a synchronized pass begins; all ranks call it before the same passes."""
+        self._launched = ()
+
+    def clip_by_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, error_if_nonfinite: bool = False
+    ) -> Tensor | None:
+        """Clip gradients by their 2-norm like ``torch.nn.utils.clip_grad_norm_``, without waiting for all sums.
+
+        Collective: all ranks call it after the same passes, with the same parameters. The norms come from the roots of
+        the sums (see `gradient_norms`), so they are PyTorch's to floating-point order. Gradients are multiplied when
+        they have come.
+
+        Returns:
+            The norm of all gradients. None, on every rank, if the gradients must come first: the last pass did not
+            overlap, no message has roots, or some rank has read or clipped a gradient since.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        """
+        with self._lock, torch.no_grad():
+            norms = self._norms()
+            if norms is None:
+                return None
+            total, factor = clip_by_norms(parameters, norms, max_norm, error_if_nonfinite)
+            for parameter in parameters:
+                if parameter in norms:
+                    due = due_of(parameter)
+                    assert due is not None
+                    due.factor = factor
+            return total
+
+    def _norms(self) -> dict[nn.Parameter, Tensor] | None:
+        """The norms of gradients that are due, by parameter; those of other messages of the last pass have come."""
+        engine, launched = self._engine, self._launched
+        if engine is None or not launched:
+            return None
+        # Its sum tells whether some rank's parameters have changed. Its gradients may be read and changed meanwhile, as
+        # after `notice_change`, because they count as they are.
+        self.complete(launched[0])
+        early = [index for index in launched[1:] if engine.has_roots(index)]
+        if not self._launched or not early:
+            return None
+        for index in set(launched[1:]) - set(early):
+            self.complete(index)
+        engine.send_sums_first(early)
+        members = [parameter for index in early for parameter in self._open.get(index, ())]
+        clipped = any(due is None or due.factor is not None or due.limit is not None for due in map(due_of, members))
+        with self.waiting():
+            norms = engine.norms(early, refuses=clipped or not self._open.keys() >= set(early))
+        if norms is None:
+            return None
+        found: dict[nn.Parameter, Tensor] = {}
+        for index, of_message in zip(early, norms, strict=True):
+            found.update(zip(engine.members(index), of_message, strict=True))
+        return {each: norm.to(each.dtype) for each, norm in found.items() if due_of(each) is not None}
+
     def notice_change(self) -> None:
-        """Complete one message, which tells whether some rank's parameters changed before the last pass.
+        """Complete the first message, which tells whether some rank's parameters changed before the last pass.
 
         Call this before a collective call: a rank whose parameters changed has already begun to compare them.
         """
         with self._lock:
             if self._open:
-                self.complete(next(iter(self._open)))
+                self.complete(min(self._open))
 
     def release(self) -> None:
         """Complete all parameters together with the message that is being completed.
@@ -197,6 +257,7 @@ class StepOverlap:
         """
         self._released = [parameter for members in self._open.values() for parameter in members]
         self._open.clear()
+        self._launched = ()
 
     def note_reader(self, reader: str) -> None:
         """See `Owner.note_reader`."""
@@ -233,6 +294,7 @@ class StepOverlap:
         for index, parameters in members.items():
             if any(type(each) is not nn.Parameter for each in parameters):
                 engine.finish_message(index)
+        self._launched = engine.pending
         for index in engine.pending:
             self._open[index] = members[index]
             for each in members[index]:
@@ -338,6 +400,8 @@ def _before_forward(module: nn.Module, _: Any) -> None:
 def _apply(due: list[tuple[nn.Parameter, Due]]) -> None:
     for parameter, what in due:
         what.stepping = True
+        if what.factor is not None and parameter.grad is not None:
+            parameter.grad.mul_(what.factor)
         if what.limit is not None and parameter.grad is not None:
             nn.utils.clip_grad_value_(parameter, what.limit)
     make_steps([(parameter, what.step) for parameter, what in due if what.step is not None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.compiled import Uncompiled, takes_home_values
 from lightning_autosync.hybrid.execution.equivalence import Task
-from lightning_autosync.hybrid.execution.reduction import clip_gradients
 from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.ports import PortRange
@@ -174,8 +173,6 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         else:
             follow_rank_zero(self.model, buffers=True)  # as under DDP
         self.setup_precision_plugin()
-        if fitting:
-            self._clip_by_true_norm()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return bring_home(super().training_step(*args, **kwargs))
@@ -351,28 +348,13 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
                 "'64-true' as plugins=[DoublePrecision()]"
             )
 
-    def _clip_by_true_norm(self) -> None:
-        # The plugin itself would clip by the norm of this rank's parts only.
-        replica, plugin = self._replica, self.precision_plugin
-        vars(plugin).pop("clip_grad_by_norm", None)
-        if isinstance(replica, SplitReplica):
-            vars(plugin)["clip_grad_by_norm"] = _clipping(plugin, replica)
-
     def teardown(self) -> None:
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
         module = self.lightning_module
         # An error may end training before the module has its Trainer.
         fitted = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
         if fitted and self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
-
-
-def _clipping(plugin: Any, replica: SplitReplica) -> Callable[[Optimizer, float], None]:
-    def clip(optimizer: Optimizer, clip_val: float) -> None:
-        clip_gradients(replica.split, list(plugin.main_params(optimizer)), float(clip_val))
-
-    return clip
 
 
 def _refuse_averaging(callbacks: Sequence[Any]) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -115,6 +115,25 @@ class Replica(ABC):
             optimizers: optimizers of the module.
             scaler: the precision plugin's loss scaler; None if there is none.
         """
+
+    @property
+    def clips_norms(self) -> Literal["never", "may", "must"]:
+        """Whether to call `clip_by_norm`: ``may`` if PyTorch's clipping waits longer, ``must`` if it would be wrong."""
+        return "never"
+
+    def clip_by_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, error_if_nonfinite: bool = False
+    ) -> Tensor | None:
+        """Clip gradients by their 2-norm, like ``torch.nn.utils.clip_grad_norm_``; collective.
+
+        Returns:
+            [] the norm before clipping; None if the caller must clip, on every rank.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        """
+        return None
 
     def leave_meeting(self) -> None:
         """Called when this rank begins an epoch, even if it gets no batch of it."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -157,6 +157,17 @@ class ExactReplica(SynchronizedPasses):
     def settle(self) -> None:
         if self._overlap is not None:
             self._overlap.settle()
+
+    @property
+    def clips_norms(self) -> Literal["never", "may", "must"]:
+        return "never" if self._overlap is None else "may"
+
+    def clip_by_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, error_if_nonfinite: bool = False
+    ) -> Tensor | None:
+        if self._overlap is None:
+            return None
+        return self._overlap.clip_by_norm(parameters, max_norm, error_if_nonfinite)
 
     def start_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
         if self._overlap is not None:
@@ -477,6 +488,7 @@ class ExactReplica(SynchronizedPasses):
         """Choose when the coming pass waits, alike on all ranks: at its end if collective calls may follow it."""
         if self._overlap is None:
             return
+        self._overlap.begin_pass()
         follows = self._shares is not None and self._shares.waits_at_end
         reasons = self._parameters.active, self._tuning.waits_at_end, self._weights.is_due, follows
         engine.waits = "backward" if any(reasons) else "parameters"

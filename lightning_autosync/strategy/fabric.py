@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -189,6 +189,22 @@ class AutoSyncFabricStrategy(DDPStrategy):
         if self._settings.overlap is not None:
             defer_steps_of([optimizer])
         return optimizer
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        # With a second module, ranks may complete the messages of both in different orders.
+        if norm_type == 2.0 and len(self._replicas) == 1 and getattr(self.precision, "scaler", None) is None:
+            parameters = list(self.precision.main_params(optimizer))
+            norm = self._replicas[0].clip_by_norm(parameters, float(max_norm), error_if_nonfinite)
+            if norm is not None:
+                return norm
+        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
         """The parts of the loader's last batch that this rank computes one after another, with ``micro_batch``::

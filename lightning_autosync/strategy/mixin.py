@@ -47,6 +47,7 @@ from lightning_autosync.strategy.trainer import (
     EndOfTraining,
     ErrorReport,
     check_one_loader,
+    clip_by_replica,
     given_loader,
     handle_sigterm_locally,
     put_first,
@@ -251,6 +252,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         super().on_train_start()
         assert self._replica is not None
         self._replica.start_training(self.optimizers, self._scaler)
+        clip_by_replica(self.precision_plugin, self._replica)
         if self._shares is not None:
             check_one_loader(self._trainer)
             self._shares.begin_training(self._trainer.lightning_module, self._replica, self._accumulate_part)
@@ -403,6 +405,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
             self._replica.fail(exception)
 
     def teardown(self) -> None:
+        clip_by_replica(self.precision_plugin, None)
         try:
             self._close()
         finally:

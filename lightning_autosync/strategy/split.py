@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.checkpoint import make_whole
 from lightning_autosync.hybrid.execution.equivalence import Task, expect, untested, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
-from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
+from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings, clip_gradients
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.base import Replica
@@ -103,6 +103,15 @@ class SplitReplica(Replica):
 
     def start_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
         self._optimizers = optimizers
+
+    @property
+    def clips_norms(self) -> Literal["never", "may", "must"]:
+        return "must"  # PyTorch would clip by the norm of this rank's parts only
+
+    def clip_by_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, error_if_nonfinite: bool = False
+    ) -> Tensor | None:
+        return clip_gradients(self.split, parameters, max_norm)
 
     def before_forward(self, synchronizes: bool) -> None:
         if self._buffers is not None:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Consistency
+from lightning_autosync.strategy.base import Replica
 
 
 class _Callback:
@@ -66,6 +68,31 @@ class EndOfTraining(_Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         trainer.strategy.end_training()
+
+
+_CLIPS = "clip_grad_by_norm"
+"""Method of the frameworks' precision plugins."""
+
+
+def clip_by_replica(plugin: Any, replica: Replica | None) -> None:
+    """Let a precision plugin clip by norm as the replica does (see `Replica.clips_norms`), or as before.
+
+    Unless the replica must clip, a plugin that clips in its own way keeps doing so.
+    """
+    vars(plugin).pop(_CLIPS, None)
+    clips = "never" if replica is None else replica.clips_norms
+    whose = getattr(type(plugin), _CLIPS).__module__.partition(".")[0]
+    # With a loss scaler, gradients are read and divided before they are clipped.
+    own = whose not in _FRAMEWORKS or getattr(plugin, "scaler", None) is not None
+    if replica is None or clips == "never" or (clips == "may" and own):
+        return
+    clip_here = getattr(plugin, _CLIPS)
+
+    def clip(optimizer: Optimizer, clip_val: float) -> None:
+        if replica.clip_by_norm(list(plugin.main_params(optimizer)), float(clip_val)) is None:
+            clip_here(optimizer, clip_val)
+
+    vars(plugin)[_CLIPS] = clip
 
 
 def put_first(trainer: Any, callback: _Callback) -> None:

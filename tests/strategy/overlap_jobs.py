@@ -100,6 +100,78 @@ def compare(model: str, strategy: dict[str, Any] | None = None, **arguments: Any
     return both(globals().get(model) or getattr(models, model), strategy, **arguments)
 
 
+def clipped(model: str, strategy: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """The weights after training with gradients clipped by norm, and the counts of `late_steps`, by ``overlap``."""
+    found: dict[str, Any] = {}
+    for overlap in (None, "step"):
+        seed_everything(3)
+        make = globals().get(model) or getattr(models, model)
+        options = {**strategy, "overlap": overlap}
+        weights, late, _ = train(make(), options, **{"gradient_clip_val": 0.05, **copy.deepcopy(arguments)})
+        found[str(overlap)] = {name: value.tolist() for name, value in weights.items()}, late
+    return found
+
+
+class ReadsOnRankZero(models.Plain):
+    """Rank 0 reads its gradients before they are clipped."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 0:
+            assert all(parameter.grad is not None for parameter in self.parameters())
+
+
+class ChangesGradients(models.Plain):
+    """Changes its gradients before they are clipped."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(3.0)
+
+
+class ClipsParts(models.Plain):
+    """Clips the gradients of its layers one after the other, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizers = self.optimizers()
+        loss = super().training_step(batch, index)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            self.clip_gradients(optimizer, 0.05, "norm")
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.body, self.head)]
+
+
+def clipped_by_fabric(strategy: dict[str, Any]) -> dict[str, Any]:
+    """The norms that Fabric returns and the weights after some steps, and the counts of `late_steps`, by overlap."""
+    found: dict[str, Any] = {}
+    for overlap in (None, "step"):
+        options = {**strategy, "cluster": ClusterSpec.from_dict(strategy["cluster"])}
+        fabric = jobs.make_fabric(AutoSyncFabricStrategy(overlap=overlap, **options))
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        module, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.05))
+        norms = []
+        with late_steps() as late:
+            for step in range(8):
+                inputs = torch.full((4, 5), 0.1 * step + fabric.global_rank)
+                fabric.backward(module(inputs).square().sum())
+                norms.append(float(fabric.clip_gradients(module, optimizer, max_norm=0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+            fabric.strategy.settle()
+        found[str(overlap)] = norms, [parameter.tolist() for parameter in model.parameters()], late
+        fabric.strategy.teardown()
+    return found
+
+
 def optimizers(names: Iterable[str], **arguments: Any) -> dict[str, list[Any]]:
     """The result of `both` for some of the optimizers, in 20 steps."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import numpy as np
 import overlap_jobs
 import pytest
 from sweeps import sweep
@@ -73,6 +74,45 @@ def test_equals_waiting(duo, case: str) -> None:
     for different, moved, late in duo.run(overlap_jobs.compare, **OVERLAPS[case]):
         assert different == []
         assert moved
+        assert late[0] > 0
+
+
+CLIPS: dict[str, dict[str, Any]] = {
+    "trees": {"model": "Plain"},
+    "accumulation": {"model": "Plain", "accumulate_grad_batches": 2},
+    "bf16": {"model": "Plain", "precision": "bf16-true"},
+    "unused": {"model": "Unused"},
+    "tied": {"model": "Tied"},
+    "parts by hand": {"model": "ClipsParts", "gradient_clip_val": None},
+}
+
+
+@pytest.mark.parametrize("case", sweep(CLIPS, ["trees", "parts by hand"]))
+def test_gradients_are_clipped_by_norm_before_all_sums_have_come(duo, case: str) -> None:
+    found = duo.run(overlap_jobs.clipped, strategy={**TREES, "bucket_cap_mb": 5e-5}, **CLIPS[case])
+    assert found[0]["step"][0] == found[1]["step"][0]
+    for ranks in found:
+        (waits, _), (overlaps, late) = ranks["None"], ranks["step"]
+        for name, value in waits.items():
+            np.testing.assert_allclose(overlaps[name], value, rtol=1e-5, atol=1e-7 if case != "bf16" else 1e-2)
+        assert late[0] > 0
+
+
+@pytest.mark.parametrize("model", ["ReadsOnRankZero", "ChangesGradients", "Thaws"])
+def test_ranks_clip_when_all_sums_have_come_if_gradients_are_read_or_parameters_change(duo, model: str) -> None:
+    for found in duo.run(overlap_jobs.clipped, model=model, strategy={**TREES, **SMALL}):
+        assert found["step"][0] == found["None"][0]
+        assert found["step"][1][0] == 0
+
+
+def test_fabric_clips_by_norm_before_all_sums_have_come(duo) -> None:
+    found = duo.run(overlap_jobs.clipped_by_fabric, strategy={**TREES, **SMALL})
+    assert found[0]["step"][:2] == found[1]["step"][:2]
+    for ranks in found:
+        (norms, weights, _), (early_norms, early_weights, late) = ranks["None"], ranks["step"]
+        np.testing.assert_allclose(early_norms, norms, rtol=1e-6)
+        for one, other in zip(weights, early_weights, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-7)
         assert late[0] > 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,15 @@ class Exchange(ABC):
         result: tensor with the sum, if it is not the buffer itself. The exchange owns it: callers may read it until the
             next ``start``, but must not write to it.
         residual: [numel + tail], the loss of encoding; None without error feedback.
+        root_ranges: ranges of the buffer (first element, end) of which this rank is a root, so that their sum is here
+            first; see `wait_at_root`. None if ranks have no sum before `wait` returns.
+        sums_first: whether contributions to sums leave before sums that are complete.
     """
 
     result: Tensor | None = None
     residual: Tensor | None = None
+    root_ranges: Sequence[tuple[int, int]] | None = None
+    sums_first: bool = False
 
     @abstractmethod
     def start(self) -> None:
@@ -42,6 +47,10 @@ class Exchange(ABC):
 
     def watch(self, completed: Callable[[], None] | None) -> None:  # noqa: B027 - not all know it before `wait`
         """Call ``completed``, on any thread, whenever this rank has the sum of a step; None stops that."""
+
+    def wait_at_root(self) -> None:
+        """Block until the buffer has the sum in `root_ranges`; raises like `wait`."""
+        raise NotImplementedError("this exchange has no root ranges")
 
     @abstractmethod
     def wait(self) -> None:

@@ -38,6 +38,7 @@ class TreeSteps:
         self._name = message.name
         self._step = 0
         self._open = 0
+        self.sums_first = False
         self._completion = Completion(f"message '{message.name}'", timeout)
         self._last_steps: dict[int, int] = {}
 
@@ -45,7 +46,7 @@ class TreeSteps:
         self._completion.watcher = completed
 
     def failed(self, error: ExchangeError) -> None:
-        self._completion.fail(error)
+        self._fail(error)
 
     def left(self, peer: int, step: int) -> None:
         self._last_steps[peer] = step
@@ -84,7 +85,8 @@ class TreeSteps:
             along: position of the piece in its transfer, 0 to 1; pieces with lower positions leave first.
         """
         frame = Frame(self._channel, self._step, *place, len(wire))
-        urgency = (-self._priority, self._channel, along)
+        completed = frame.phase if self.sums_first else UP
+        urgency = (completed, -self._priority, self._channel, along)
         # A piece has left on the way up before its sum can come down, so only frames down need the callback.
         self._transport.send(peer, frame, wire, urgency, self._progress if frame.phase == DOWN else None)
 
@@ -101,8 +103,11 @@ class TreeSteps:
             last = self._last_steps[early[0]]
             broken = ExchangeError(f"rank {early[0]} has ended after step {last}; this is step {self._step}")
         if broken is not None:
-            self._completion.fail(broken)
+            self._fail(broken)
         return broken is not None
+
+    def _fail(self, error: ExchangeError) -> None:
+        self._completion.fail(error)
 
 
 @dataclass
@@ -179,6 +184,7 @@ class TreeExchange(TreeSteps, Exchange):
         transfers = [transfer for transfer in round.transfers if isinstance(transfer, TreeTransfer)]
         # By transfer. Paths do not refer to their pieces: no memory waits for the garbage collector.
         self._pieces: list[list[_Piece]] = []
+        self.root_ranges = [(one.start, one.stop) for one in transfers if one.reduce.parents[rank] < 0]
         tail_start = round.length - message.tail
         for place, transfer in enumerate(transfers):
             path = _new_path(place, transfer, rank)
@@ -192,10 +198,24 @@ class TreeExchange(TreeSteps, Exchange):
         pieces = [piece for own in self._pieces for piece in own]
         self._order = sorted(pieces, key=lambda piece: (piece.along, piece.path.number))
         self._work = sum(1 + len(piece.path.down_children) for piece in pieces)
+        self._rooted = sum(piece.path.up_parent is None for piece in pieces)
+        self._unsummed = 0
+        self._summed = Completion(f"message '{message.name}'", timeout)
         transport.register(channel, self)
 
     def start(self) -> None:
+        self._unsummed = self._rooted
+        if self._rooted:
+            self._summed.begin()
         self._launch(self._begin)
+
+    def wait_at_root(self) -> None:
+        if self._rooted:
+            self._summed.wait()
+
+    def _fail(self, error: ExchangeError) -> None:
+        self._summed.fail(error)
+        super()._fail(error)
 
     def wait(self) -> None:
         self._completion.wait()
@@ -238,6 +258,9 @@ class TreeExchange(TreeSteps, Exchange):
             piece.reduce()
         path = piece.path
         if path.up_parent is None:
+            self._unsummed -= 1
+            if self._unsummed == 0:
+                self._summed.done()
             with profiled(self._name, "broadcast"):
                 self._send_down(piece)
         else:
