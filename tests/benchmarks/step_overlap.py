@@ -1,14 +1,16 @@
 """``overlap="step"`` beside DDP and beside the engine without overlap, on emulated links; needs root.
 
-    python -m tests.benchmarks.step_overlap [rounds=4] [rate=1000] [clusters=four_equal] [ddp=true] [MODEL ...]
+    python -m tests.benchmarks.step_overlap [rounds=4] [rate=1000] [clusters=four_equal] [ddp=true] [clip=false] \
+        [MODEL ...]
 
 ``clusters`` are shipped ones; their fastest link has ``rate`` Mbit/s. A model of the catalogue is scaled so that its
 gradients need `SECONDS` on the links, with dense gradients of embeddings. Its computation is paced layer by layer to
 take as long. A layer's time includes that of copying its gradients. SGD steps the real parameters. DDP first runs with
 several bucket caps. Its fastest then takes turns with the computation alone, which has no synchronization, and with the
-engine, without overlap and with it. ``ddp=false`` leaves DDP out. The engine's plan is the one by which a job with
-``AutoSyncStrategy(overlap="step")`` begins on these links, before it knows its computation. It is predicted with the
-costs of these hosts, which the workers measure.
+engine, without overlap and with it. ``ddp=false`` leaves DDP out. With ``clip=true``, all contenders clip gradients by
+their norm before each step: with overlap by the sums of the roots, otherwise by ``clip_grad_norm_``. The engine's plan
+is the one by which a job with ``AutoSyncStrategy(overlap="step")`` begins on these links, before it knows its
+computation. It is predicted with the costs of these hosts, which the workers measure.
 
 Gradients of all contenders are views of their buffers. The first step of each turn is not timed, so that timed steps
 begin and end with the same sums under way. The table has the median milliseconds of a step of the slowest rank; the
@@ -145,6 +147,7 @@ class PacedLayers(nn.Module):
 
 
 _live: dict[str, Any] = {}
+MAX_NORM = 1.0
 
 
 def set_up(
@@ -184,14 +187,19 @@ def set_up(
     _live[name] = called, optimizer, closing
 
 
-def measure(name: str, steps: int) -> list[float]:
+def measure(name: str, steps: int, clip: bool = False) -> list[float]:
     """Seconds of each step, after one that does not count; sums of the last one may still be under way at its end."""
     called, optimizer, closing = _live[name]
+    parameters = list(called.parameters())
     value = torch.zeros((), requires_grad=True)
     dist.barrier()
     times = []
     for _ in range(steps + 1):
         called(value).backward()
+        if clip:
+            early = closing[0].clip_by_norm(parameters, MAX_NORM) if name == "overlaps" else None
+            if early is None:
+                nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter())
@@ -212,42 +220,43 @@ def slowest(found: list[list[float]]) -> float:
 
 
 def compare(
-    pool: WorkerPool, workload: Workload, cluster: ClusterSpec, plan: SyncPlan, rounds: int, with_ddp: bool
+    pool: WorkerPool, workload: Workload, cluster: ClusterSpec, plan: SyncPlan, rounds: int, with_ddp: bool, clip: bool
 ) -> dict[str, list[float]]:
     """Seconds of a step in each round, by contender; the fastest DDP is called by its cap."""
     given = {"workload": workload.to_dict(), "cluster": cluster.to_dict()}
     names = ["alone", "waits", "overlaps"]
     if with_ddp:
-        names.insert(0, fastest_ddp(pool, given))
+        names.insert(0, fastest_ddp(pool, given, clip))
     pool.run(set_up, name="alone", kind="alone", **given)
     for name in ("waits", "overlaps"):
         pool.run(set_up, name=name, kind="engine", plan=plan.to_dict(), overlap=name == "overlaps", **given)
-    found = take_turns(pool, names, rounds, STEPS)
+    found = take_turns(pool, names, rounds, STEPS, clip)
     for name in names:
         pool.run(close, name=name)
     return found
 
 
-def fastest_ddp(pool: WorkerPool, given: dict[str, Any]) -> str:
+def fastest_ddp(pool: WorkerPool, given: dict[str, Any], clip: bool) -> str:
     """The name of the fastest DDP, which stays set up."""
     caps = [f"ddp {cap}" for cap in CAPS]
     for name, cap in zip(caps, CAPS, strict=True):
         pool.run(set_up, name=name, kind="ddp", cap=cap, **given)
-    swept = {name: statistics.median(times) for name, times in take_turns(pool, caps, rounds=2, steps=2).items()}
+    found = take_turns(pool, caps, rounds=2, steps=2, clip=clip)
+    swept = {name: statistics.median(times) for name, times in found.items()}
     best = min(caps, key=lambda name: swept[name])
     for name in set(caps) - {best}:
         pool.run(close, name=name)
     return best
 
 
-def take_turns(pool: WorkerPool, names: Sequence[str], rounds: int, steps: int) -> dict[str, list[float]]:
+def take_turns(pool: WorkerPool, names: Sequence[str], rounds: int, steps: int, clip: bool) -> dict[str, list[float]]:
     """Seconds of a step in each round by contender, after one turn that does not count."""
     found: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
-        pool.run(measure, name=name, steps=1)
+        pool.run(measure, name=name, steps=1, clip=clip)
     for number in range(rounds):
         for name in names if number % 2 == 0 else names[::-1]:
-            found[name].append(slowest(pool.run(measure, name=name, steps=steps)))
+            found[name].append(slowest(pool.run(measure, name=name, steps=steps, clip=clip)))
     return found
 
 
@@ -284,7 +293,7 @@ def speedup(others: Sequence[float], ours: Sequence[float]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, and print a table."""
-    given = {"rounds": "4", "rate": "1000", "clusters": "four_equal", "ddp": "true"}
+    given = {"rounds": "4", "rate": "1000", "clusters": "four_equal", "ddp": "true", "clip": "false"}
     models = [argument for argument in arguments if "=" not in argument] or list(MODELS)
     given |= dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     table = Table(*HEADINGS, title=f"milliseconds of a step, fastest link {given['rate']} Mbit/s")
@@ -298,7 +307,8 @@ def main(arguments: Sequence[str]) -> None:
                 workload = dense(catalogue.build(model), cluster)
                 plan, reason = choose_without_trials(workload, cluster, known_by_job, TuningSettings(), overlaps=True)
                 print(f"{name}, {model}: {reason}", flush=True)
-                found = compare(pool, workload, cluster, plan, int(given["rounds"]), given["ddp"] == "true")
+                with_ddp, clip = given["ddp"] == "true", given["clip"] == "true"
+                found = compare(pool, workload, cluster, plan, int(given["rounds"]), with_ddp, clip)
                 print(json.dumps(found), flush=True)
                 table.add_row(name, model, *row(workload, cluster, plan, hosts, found))
     Console(width=160).print(table)

@@ -413,21 +413,23 @@ def fabrics(ways: Iterable[str]) -> dict[str, list[Any]]:
     return found
 
 
-def error_of_rank(victim: int) -> str:
+def error_of_rank(victim: int, clip: float | None) -> str:
     """What ``fit`` raises on this rank when one rank's training step raises while steps are due."""
 
     class Breaks(models.Plain):
         def training_step(self, batch: Any, index: int) -> Tensor:
-            self.body(batch[0])
             if index == 3 and self.global_rank == victim:
-                assert due_of(self.head.weight) is not None
+                assert due_of(self.body.weight) is not None
                 raise ValueError("no such label")
             return super().training_step(batch, index)
 
     seed_everything(3)
-    strategy = AutoSyncStrategy(overlap="step", timeout=20.0, **SMALL)
+    trees: dict[str, Any] = (
+        {} if clip is None else {"plan": "packed_trees", "cluster": ClusterSpec.uniform(2, bandwidth="1 Gbit/s")}
+    )
+    strategy = AutoSyncStrategy(overlap="step", timeout=20.0, bucket_cap_mb=5e-5, **trees)
     try:
-        jobs.make_trainer(strategy, max_epochs=1).fit(Breaks())
+        jobs.make_trainer(strategy, max_epochs=1, gradient_clip_val=clip).fit(Breaks())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"

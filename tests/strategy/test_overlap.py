@@ -179,8 +179,9 @@ def test_a_rank_whose_script_ends_first_does_not_fail_the_others(tmp_path) -> No
     assert "Error" not in done.stderr
 
 
-def test_errors_beside_steps_that_are_due_name_their_cause(duo) -> None:
-    other, own = duo.run(overlap_jobs.error_of_rank, victim=1)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_errors_beside_steps_that_are_due_name_their_cause(duo, clip: float | None) -> None:
+    other, own = duo.run(overlap_jobs.error_of_rank, victim=1, clip=clip)
     assert own == "ValueError: no such label"
     assert "rank 1" in other
     assert "no such label" in other
