@@ -69,6 +69,11 @@ class Due:
     clears: bool | None = None
     stepping: bool = False
 
+    @property
+    def clipped_or_stepped(self) -> bool:
+        """Whether the gradient is clipped when it comes, or a step was called that uses it."""
+        return self.step is not None or self.factor is not None or self.limit is not None
+
     def limit_later(self, frame: FrameType) -> bool:
         """Whether ``clip_grad_value_`` reads the gradient in this frame; it is then clipped when it has come."""
         caller = _function_of(frame)

@@ -205,7 +205,7 @@ class StepOverlap:
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         """
         with self._lock, torch.no_grad():
-            norms = self._norms()
+            norms = self._norms(parameters)
             if norms is None:
                 return None
             total, factor = clip_by_norms(parameters, norms, max_norm, error_if_nonfinite)
@@ -216,30 +216,33 @@ class StepOverlap:
                     due.factor = factor
             return total
 
-    def _norms(self) -> dict[nn.Parameter, Tensor] | None:
-        """The norms of gradients that are due, by parameter; those of other messages of the last pass have come."""
+    def _norms(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor] | None:
+        """The norms of gradients that are due, by parameter; the others of ``parameters`` have come then."""
         engine, launched = self._engine, self._launched
         if engine is None or not launched:
             return None
-        # Its sum tells whether some rank's parameters have changed. Its gradients may be read and changed meanwhile, as
-        # after `notice_change`, because they count as they are.
+        # Its sum tells whether some rank's parameters have changed. All ranks read its gradients themselves, so it does
+        # not matter whether a function has changed them.
         self.complete(launched[0])
-        early = [index for index in launched[1:] if engine.has_roots(index)]
+        wanted = set(parameters)
+        asked = [index for index in launched[1:] if not wanted.isdisjoint(engine.members(index))]
+        early = [index for index in asked if engine.has_roots(index)]
         if not self._launched or not early:
             return None
-        for index in set(launched[1:]) - set(early):
+        for index in set(asked) - set(early):
             self.complete(index)
         engine.send_sums_first(early)
-        members = [parameter for index in early for parameter in self._open.get(index, ())]
-        clipped = any(due is None or due.factor is not None or due.limit is not None for due in map(due_of, members))
+        # Gradients that have come may have been changed.
+        members = [each for index in early for each in engine.members(index) if each in wanted and each.requires_grad]
+        refuses = any(due is None or due.clipped_or_stepped for due in map(due_of, members))
         with self.waiting():
-            norms = engine.norms(early, refuses=clipped or not self._open.keys() >= set(early))
+            norms = engine.norms(early, refuses)
         if norms is None:
             return None
         found: dict[nn.Parameter, Tensor] = {}
         for index, of_message in zip(early, norms, strict=True):
             found.update(zip(engine.members(index), of_message, strict=True))
-        return {each: norm.to(each.dtype) for each, norm in found.items() if due_of(each) is not None}
+        return {each: norm.to(each.dtype) for each, norm in found.items() if each in wanted and each.requires_grad}
 
     def notice_change(self) -> None:
         """Complete the first message, which tells whether some rank's parameters changed before the last pass.
