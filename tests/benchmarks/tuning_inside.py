@@ -1,6 +1,7 @@
 """Jobs that tune themselves on emulated links, without a cluster file, beside well-tuned DDP; needs root.
 
-    python -m tests.benchmarks.tuning_inside [seconds=150] [steps=300] [least=100] [out=FILE.jsonl] [PAIR ...]
+    python -m tests.benchmarks.tuning_inside [seconds=150] [steps=300] [least=100] [out=FILE.jsonl] [plan=FILE.yaml] \
+        [PAIR ...]
 
 PAIR is CLUSTER:MODEL[@RATE], and RATE is that of the cluster's fastest link. By default, a ring all-reduce takes `RING`
 seconds: the rate is chosen so, and where that would be above `FASTEST`, models are made smaller.
@@ -10,7 +11,9 @@ first ones took more than a third of ``seconds``, as on distant links. Then two 
 time: AutoSync's, and that of DDP's fastest settings. They take turns, each `SLICE` steps (A B B A), while the other one
 stands still between two steps. So changes of the machine's speed affect both alike. The jobs are shortened, to no less
 than ``least`` steps, if the pair would take more than ``seconds``. AutoSync has gradients as views of buffers, as most
-of DDP's settings have. Each pair is a line of the file ``out``; the same command goes on with it. The table has:
+of DDP's settings have. With ``plan``, such as one that ``autosync tune`` has found, the other job is not DDP's but
+AutoSync's by this plan, without tuning; the columns of DDP are then those of this job. Each pair is a line of the file
+``out``; the same command goes on with it. The table has:
 
 - *DDP*: median of a step with DDP's fastest settings; *at the end*: that of AutoSync's steps with the plan that it has
   at the end; *speedup*: the median, over the slices with that plan, of DDP's median step divided by AutoSync's in the
@@ -331,8 +334,8 @@ def screen(ddp: Job, seconds: float) -> dict[str, list[float]]:
     return found
 
 
-def measure(pair: str, seconds: float, steps: int, least: int) -> Found:
-    """Run the jobs of a pair.
+def measure(pair: str, seconds: float, steps: int, least: int, plan: str = "") -> Found:
+    """Run the jobs of a pair; the second one by ``plan``, a file, unless that is empty.
 
     Raises:
         AutoSyncError: links cannot be emulated, or a rank failed.
@@ -341,13 +344,20 @@ def measure(pair: str, seconds: float, steps: int, least: int) -> Found:
     # The threads end last: the end of the processes ends their jobs.
     with ThreadPoolExecutor(2) as threads, two_jobs(settings, 4 * seconds + 60) as (ddp, ours):
         clock.took("processes")
-        screened = screen(ddp, seconds / 3)
-        best = min(screened, key=lambda name: min(screened[name]))
+        if plan:
+            fixed = {"plan": plan, "tuning": "off", "gradient_as_bucket_view": True}
+            best, other = plan, ("autosync", fixed)
+            steps_of_fixed = ddp.train("autosync", WARM_UP + SCREENED, fixed)[0]["steps"][WARM_UP:]
+            screened = {best: [statistics.median(steps_of_fixed)]}
+        else:
+            screened = screen(ddp, seconds / 3)
+            best = min(screened, key=lambda name: min(screened[name]))
+            other = "ddp", DDP[best]
         clock.took("all of DDP")
         # Links are measured and plans searched in some 15 s.
         left = (seconds - clock.seconds["all"] - 15) / 2
         slices = min(steps, max(least, int(left / min(screened[best])))) // SLICE
-        ddp.start(threads, "ddp", slices * SLICE, DDP[best], SLICE)
+        ddp.start(threads, other[0], slices * SLICE, other[1], SLICE)
         ours.start(threads, "autosync", slices * SLICE, OURS, SLICE)
         clock.took("start")
         for number in range(slices):
@@ -419,7 +429,7 @@ def table(found: Iterable[Found]) -> Table:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the pairs that the file lacks; returns the number of pairs that failed."""
-    given = {"seconds": "150", "steps": "300", "least": "100", "out": "tuning_inside.jsonl"}
+    given = {"seconds": "150", "steps": "300", "least": "100", "out": "tuning_inside.jsonl", "plan": ""}
     pairs = [argument for argument in arguments if "=" not in argument] or [*PAIRS]
     for key, _, value in (argument.partition("=") for argument in arguments if "=" in argument):
         if key not in given:
@@ -430,7 +440,9 @@ def main(arguments: Sequence[str]) -> int:
     forked.fork_workers(enter_namespaces=True)
     console, failed = Console(width=None if sys.stdout.isatty() else 200), 0
     with alone(out := Path(given["out"])):
-        settings = {name: int(given[name]) for name in ("seconds", "steps", "least")}
+        settings: dict[str, Any] = {name: int(given[name]) for name in ("seconds", "steps", "least")}
+        if given["plan"]:
+            settings["plan"] = os.path.abspath(given["plan"])
         file = RunFile(out, FORMAT, "jobs that tune themselves", settings, Found)
         for pair in [each for each in pairs if each not in file.runs]:
             try:
