@@ -109,6 +109,28 @@ def accumulated(topology: str) -> list[float]:
     return gaps
 
 
+def norms_of_roots(topology: str, compressor: str) -> tuple[int, float, bool]:
+    """The messages with roots, how far their norms are from those of the gradients, and whether a rank can refuse."""
+    torch.manual_seed(0)
+    module, rank = Net(), dist.get_rank()
+    plan, cluster = _plan(module, "all_reduce", topology, dist.get_world_size(), compressor=compressor)
+    gap, early, refused = 0.0, [], True
+    with engine(module, plan, cluster, None, waits="parameters") as running:
+        for images, labels in batches(rank, 3, torch.float32):
+            module.zero_grad()
+            nn.functional.cross_entropy(module(images), labels).backward()
+            early = [index for index in running.pending if running.has_roots(index)]
+            found = running.norms(early, refuses=False)
+            refused &= running.norms(early, refuses=rank == 1) is None
+            assert found is not None
+            running.finish()
+            for index, norms in zip(early, found, strict=True):
+                for parameter, norm in zip(running.members(index), norms, strict=True):
+                    expected = float(parameter.grad.double().norm())
+                    gap = max(gap, abs(float(norm) - expected) / max(expected, 1e-6))  # top-k drops small ones
+    return len(early), gap, refused
+
+
 def restored(compressor: str, topology: str) -> float:
     """How far a run that was stopped and restored half-way ends from one that was not."""
     size = dist.get_world_size()

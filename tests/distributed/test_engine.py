@@ -52,6 +52,18 @@ def test_accumulated_gradients_are_averaged_once(pool, topology: str) -> None:
         assert max(gaps) < 1e-12
 
 
+TREES = ["star", "tree", "ring", "double_tree"]
+
+
+@pytest.mark.parametrize(("topology", "compressor"), crossed(TREES, ["none", "bf16", "int8", "topk"]))
+def test_roots_know_the_norms_of_sums(pool, topology: str, compressor: str) -> None:
+    found = pool.run(engine_calls.norms_of_roots, topology=topology, compressor=compressor)
+    for messages, gap, refused in found:
+        assert messages
+        assert gap < 1e-6
+        assert refused
+
+
 @pytest.mark.parametrize(("topology", "compressor"), crossed(["native", "tree"], COMPRESSORS[1:]))
 def test_compressor_memory_survives_a_restart(pool, compressor: str, topology: str) -> None:
     assert pool.run(engine_calls.restored, compressor=compressor, topology=topology) == [0.0] * pool.world_size
