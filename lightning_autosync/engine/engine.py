@@ -16,6 +16,7 @@ from lightning_autosync.engine.accumulator_hooks import AccumulatorHooks
 from lightning_autosync.engine.compressor_state import ParameterStates, check_scale
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.end_of_backward import call_after_backward
+from lightning_autosync.engine.exchanges.base import Exchange
 from lightning_autosync.engine.gradients import MessageGradients
 from lightning_autosync.engine.norms import gradient_norms
 from lightning_autosync.engine.notes import Notes
@@ -271,7 +272,9 @@ class Engine:
     def send_sums_first(self, indices: Sequence[int]) -> None:
         """Let contributions to the sums of these messages, from now on, leave before all sums that are complete."""
         for index in indices:
-            self._gradients[index].exchange.sums_first = True
+            exchange = self._gradients[index].exchange
+            assert isinstance(exchange, Exchange)  # messages of rows have no roots
+            exchange.sums_first = True
 
     def members(self, index: int) -> list[nn.Parameter]:
         """The parameters of a message."""
