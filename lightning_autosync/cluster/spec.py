@@ -187,7 +187,8 @@ class ClusterSpec(Document):
         name: str = "star",
     ) -> ClusterSpec:
         """One switch, and one node for each of ``bandwidths``."""
-        shape = {"bandwidths": list(bandwidths), "devices": devices, "latency": latency}
+        rates = bandwidths if isinstance(bandwidths, str) else list(bandwidths)  # a text is no list of characters
+        shape = {"bandwidths": rates, "devices": devices, "latency": latency}
         return cls._from_shape(name, "star", shape)
 
     @classmethod
