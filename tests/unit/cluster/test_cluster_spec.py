@@ -141,6 +141,13 @@ def test_a_slow_rate_without_a_unit_is_told_once(
     assert [str(warning.message) for warning in recwarn] == ([f"{path}: {told}"] if told else [])
 
 
+def test_a_slow_rate_without_a_unit_is_told_where_code_gives_it() -> None:
+    with pytest.warns(
+        UserWarning, match=r"^ClusterSpec: star\.bandwidths\[0\]: 400 is 400 bytes/s; write '400 Mbit/s'"
+    ):
+        ClusterSpec.star([400, "100 Mbit/s"])
+
+
 BEYOND: tuple[dict[str, Any], ...] = (
     {"nodes": 10_000_000},
     {"devices": 10_000_000},
