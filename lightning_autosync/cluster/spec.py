@@ -20,7 +20,7 @@ from lightning_autosync.cluster.checks import (
     stranded,
 )
 from lightning_autosync.cluster.shapes import MOST_NODES, MOST_RANKS, SHAPES, expand_short_form
-from lightning_autosync.cluster.units import Bytes, Rate, Seconds
+from lightning_autosync.cluster.units import Bytes, Rate, Seconds, warn_of_bare_rates
 from lightning_autosync.documents import Count, Document, Record
 from lightning_autosync.errors import ClusterError
 
@@ -187,7 +187,8 @@ class ClusterSpec(Document):
         name: str = "star",
     ) -> ClusterSpec:
         """One switch, and one node for each of ``bandwidths``."""
-        shape = {"bandwidths": list(bandwidths), "devices": devices, "latency": latency}
+        rates = bandwidths if isinstance(bandwidths, str) else list(bandwidths)  # a text is no list of characters
+        shape = {"bandwidths": rates, "devices": devices, "latency": latency}
         return cls._from_shape(name, "star", shape)
 
     @classmethod
@@ -207,7 +208,9 @@ class ClusterSpec(Document):
 
     @classmethod
     def _from_shape(cls, name: str, shape: str, fields: dict[str, Any]) -> ClusterSpec:
-        return cls.from_dict({"format": cls.FORMAT, "name": name, shape: fields})
+        found = cls.from_dict({"format": cls.FORMAT, "name": name, shape: fields})
+        warn_of_bare_rates({shape: fields}, cls.__name__)
+        return found
 
     @cached_property
     def world_size(self) -> int:

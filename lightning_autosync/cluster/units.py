@@ -66,11 +66,11 @@ def parse_rate(value: Any) -> float:
 
 
 def warn_of_bare_rates(data: Any, source: str) -> None:
-    """Warn once if rates of a cluster file are numbers without a unit that are below `SLOWEST_BARE`.
+    """Warn once if rates of a cluster are numbers without a unit that are below `SLOWEST_BARE`.
 
     Args:
-        data: the file's content, which was validated.
-        source: the file's name.
+        data: fields of the cluster, which were validated.
+        source: the file that has them, or what made them.
     """
     found = list(_small_bare_rates(data, "", False))
     if found and not getattr(rank_zero_only, "rank", None):  # the command line has no rank

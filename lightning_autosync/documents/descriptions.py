@@ -27,6 +27,8 @@ def describe_validation_error(error: ValidationError, data: Any = None, kind: An
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     others = [problem for problem in problems if problem is not first]
     message = shortened(first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, "), 5 * MOST_SHOWN)
+    if first["type"] in ("tuple_type", "too_short", "too_long"):  # which a file and a user call a list
+        message = message.replace("Tuple", "List").replace("tuple", "list")
     if first["type"] == "extra_forbidden":
         lacking = [problem for problem in others if _is_missing_beside(problem, first)]
         message, named = _unknown_field(first["loc"], [problem["loc"][-1] for problem in lacking], kind)

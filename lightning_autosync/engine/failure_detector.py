@@ -9,6 +9,9 @@ Often an error, or a signal, ends all ranks alike, and hooks for it make collect
 checkpoint. A rank in such hooks therefore waits on for ranks that ended with an error, until they are gone or no longer
 answer. Rank 0, which writes checkpoints, is the exception: it waits only while all ranks made the same calls. The
 others go when it does, or when it gives up a call in its hooks.
+
+Where training ends, ranks also tell each other on these connections how many passes they made. A rank that waits in a
+further pass, because it has more batches than others, then ends with an error that says so.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import torch.distributed as dist
 
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT, connect_pairs
 from lightning_autosync.engine.inquiry import ENDED, SILENT, Inquiry, Verdict
-from lightning_autosync.engine.waiting import ANSWER_TIMEOUT, Monitor, activate, deactivate
+from lightning_autosync.engine.waiting import ANSWER_TIMEOUT, Monitor, activate, deactivate, wait_for_ranks
 from lightning_autosync.errors import ExchangeError, PeerLost
 
 _MAX_MESSAGE = 64 * 1024
@@ -109,6 +112,11 @@ class FailureDetector(Monitor):
         """Whether this rank, or on rank 0 any rank, broke off an exchange, so that ranks made different calls."""
         self._gone: float | None = None
         """Time since which an end of this rank's connections is gone, or makes no more calls."""
+        self._passes = self._trainings = 0
+        """Numbers of synchronized passes that this rank has computed, and of trainings that all ranks have ended."""
+        self._ends: dict[int, tuple[int, int]] = {}
+        """Ends of training, by rank: `_trainings` and `_passes` there. Rank 0 knows all, other ranks the first."""
+        self._all_ended = threading.Event()
         self._closed = self._over = False
         self._calls: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -133,6 +141,14 @@ class FailureDetector(Monitor):
             raise self._error(verdict, "")
         if self._failing:
             return
+        for rank, (training, passes) in self._ends.copy().items():
+            if training == self._trainings and passes < self._passes:
+                self._break_off()
+                raise ExchangeError(
+                    f"rank {rank} ended training after {passes} synchronized backward passes, but this rank "
+                    f"({self.rank}) is in pass {self._passes}: ranks have different numbers of batches. Give all "
+                    "ranks equally many, for example by limit_train_batches of the Trainer"
+                )
         if self._terminated is not None and time.monotonic() - self._terminated > self.answer_timeout:
             self._break_off()
             raise ExchangeError("this rank got a SIGTERM while it waited for other ranks, which did not answer in time")
@@ -197,6 +213,20 @@ class FailureDetector(Monitor):
         # An interrupt from the keyboard comes anywhere, so it ends ranks between different calls.
         if isinstance(error, PeerLost | KeyboardInterrupt):
             self._break_off()
+
+    def count_pass(self) -> None:
+        self._passes += 1
+
+    def end_training(self) -> None:
+        """Wait until all ranks have ended training; a rank that waits in a further pass then raises. Collective.
+
+        Raises:
+            ExchangeError: a rank is lost, raised an error, or did not end training in `timeout` seconds.
+        """
+        self._submit(lambda: self._note_end(self.rank, self._trainings, self._passes))
+        wait_for_ranks(self._all_ended.wait, "the end of training", self.timeout)
+        self._all_ended.clear()
+        self._trainings += 1
 
     def terminate(self) -> None:
         """Note a SIGTERM: this process ends after its step; a wait for other ranks soon ends with an error."""
@@ -321,6 +351,12 @@ class FailureDetector(Monitor):
                 self._broken_off = True
             case {"broke off": _}:
                 self._gone = self._gone or time.monotonic()
+            case {"ended": [int(), int() as training, int() as passes]} if self._inquiry is not None:
+                self._note_end(rank, training, passes)
+            case {"ended": [int() as first, int() as training, int() as passes]}:
+                self._ends[first] = (training, passes)
+            case {"all ended": _}:
+                self._all_ended.set()
             case {"leave": _}:
                 self._gone = self._gone or time.monotonic()
                 if self._inquiry is not None:
@@ -385,6 +421,19 @@ class FailureDetector(Monitor):
         if self.verdict is None:
             self.verdict = verdict
             self._known.set()
+
+    def _note_end(self, rank: int, training: int, passes: int) -> None:
+        """Note that a rank ended a training. Rank 0 tells all ranks which was the first, and when all have."""
+        if self._inquiry is None:
+            self._connections[0].send({"ended": [rank, training, passes]})
+            return
+        self._ends[rank] = (training, passes)
+        ended = sum(theirs == training for theirs, _ in self._ends.values())
+        if ended == 1:
+            self._send_all({"ended": [rank, training, passes]})
+        if ended == 1 + len(self._connections):
+            self._send_all({"all ended": True})
+            self._all_ended.set()
 
     def _say_goodbye(self) -> None:
         self._send_all({"leave": True})

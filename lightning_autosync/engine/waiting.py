@@ -65,6 +65,9 @@ class Monitor(ABC):
     def announce(self, error: BaseException) -> None:  # noqa: B027 - as before
         """Tell all ranks that this one ends with ``error``."""
 
+    def count_pass(self) -> None:  # noqa: B027 - as before
+        """Count a backward pass that all ranks make together, as this rank has computed it."""
+
 
 _monitors: list[Monitor] = []
 """Active monitors; waits ask the last one."""
@@ -158,6 +161,12 @@ def announce(error: BaseException) -> None:
     """Tell the other ranks that this rank ends with ``error``, if a monitor is active."""
     if _monitors:
         _monitors[-1].announce(error)
+
+
+def count_pass() -> None:
+    """Tell the active monitor, if any, that this rank has computed a backward pass that all ranks make together."""
+    if _monitors:
+        _monitors[-1].count_pass()
 
 
 def _patch_works() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import version
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -43,9 +45,28 @@ def agree(step: Callable[[], T], identify: Callable[[T], dict[str, str]], group:
         cause = error
         vote = {"error": str(error), "kind": type(error).__name__}
     votes = gather_json(vote, group)
-    _raise_failure(votes, cause)
-    _raise_difference([vote["identity"] for vote in votes])
+    try:
+        _raise_failure(votes, cause)
+        _raise_difference([vote["identity"] for vote in votes])
+    except Exception as error:
+        told = next((rank for rank, vote in enumerate(votes) if "error" in vote), 0)
+        if dist.get_rank(group) != told:
+            _print_in_one_line(error)
+        raise
     return result
+
+
+def _print_in_one_line(raised: Exception) -> None:
+    """Leave out the traceback of an error, if it ends this process: another rank prints it with the same error."""
+    print_error = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is raised:
+            error.__traceback__ = trace = None
+            error.__cause__ = None
+        print_error(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _raise_failure(votes: list[dict[str, Any]], cause: Exception | None) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from lightning_autosync.strategy.resolution import check_size
 from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.shares.cuts import check_length
 
 
 class CheckedLaunch:
-    """``launch`` of the launcher of a strategy, which first compares the cluster with the job.
+    """``launch`` of the launcher of a strategy, which first compares the cluster and the batch shares with the job.
 
     It replaces the method on the launcher, so that all classes of launchers of Lightning keep their types, and can be
     sent to processes that are spawned.
@@ -26,11 +27,15 @@ class CheckedLaunch:
 
         Raises:
             ClusterError: the cluster has another number of ranks than the job.
+            PlanError: ``batch_shares`` has.
         """
         strategy, trainer = self._strategy, kwargs.get("trainer")
-        # Validation does not use the cluster. Ranks that others launch as well compare it together at setup: those with
+        # Validation uses neither. Ranks that others launch as well compare it together at setup: those with
         # the right cluster must not wait for one that has ended.
         launches_all = strategy.num_nodes == 1 and not strategy.cluster_environment.creates_processes_externally
-        if launches_all and self._settings.cluster is not None and (trainer is None or trainer.state.fn == "fit"):
-            check_size(self._settings.cluster, strategy.num_nodes, strategy.num_processes)
+        if launches_all and (trainer is None or trainer.state.fn == "fit"):
+            if self._settings.cluster is not None:
+                check_size(self._settings.cluster, strategy.num_nodes, strategy.num_processes)
+            if isinstance(self._settings.batch_shares, tuple):
+                check_length(self._settings.batch_shares, strategy.num_processes)
         return type(strategy.launcher).launch(strategy.launcher, function, *args, **kwargs)

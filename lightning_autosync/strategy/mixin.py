@@ -299,6 +299,8 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
     def end_training(self) -> None:
         """End training on this rank, before the user's hooks at its end, which may change the model on some ranks."""
         self.meet()
+        if self._failure_detector is not None:
+            self._failure_detector.end_training()
         if self._replica is not None:
             self._replica.end_training()
 

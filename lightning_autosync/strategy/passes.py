@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.accumulator_hooks import AccumulatorHooks
+from lightning_autosync.engine.waiting import count_pass
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import Replica
 
@@ -92,6 +93,8 @@ class SynchronizedPasses(Replica):
         try:
             yield
             ended = True
+            if enabled:  # here, because a rank that lacked memory begins a pass again
+                count_pass()
             self._has_synchronized |= enabled
             engine.end_backward()
         except BaseException as error:

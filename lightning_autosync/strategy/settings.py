@@ -342,8 +342,8 @@ def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int |
         raise ValueError(
             "bucket_cap_mb: it has no effect, because this plan determines its messages; remove this argument"
         )
-    if not megabytes > 0:
-        raise ValueError(f"bucket_cap_mb: {megabytes} is not above 0")
+    if not isinstance(megabytes, int | float) or not megabytes > 0:
+        raise ValueError(f"bucket_cap_mb: {megabytes!r} is not a number of MiB above 0")
     return max(1, int(megabytes * MIB))
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
+import sys
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
@@ -328,6 +331,39 @@ def broken_backward(victim: int) -> dict[str, Any]:
             "closed": closed,
         }
     return {"error": "none", "seconds": 0.0, "closed": False}
+
+
+class Stream(IterableDataset[tuple[Tensor, int]]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return ((torch.ones(models.FEATURES), 0) for _ in range(self.samples))
+
+
+def uneven_streams(longer: int, **strategy: Any) -> str:
+    """What ``fit`` raises if rank ``longer`` has one more batch than the other one."""
+    data = DataLoader(Stream(12 if dist.get_rank() == longer else 8), batch_size=4)
+    try:
+        make_trainer(AutoSyncStrategy(**strategy, timeout=20), max_epochs=1).fit(models.Plain(), data)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def printed_error(**strategy: Any) -> list[str]:
+    """The lines that this rank would print if its process ended with the error of ``fit``."""
+    hook, printed = sys.excepthook, io.StringIO()
+    if "plan" in strategy:
+        strategy["plan"] = strategy["plan"].format(rank=dist.get_rank())
+    try:
+        fit("Plain", AutoSyncStrategy(**strategy), max_epochs=1)
+    except Exception as error:
+        with contextlib.redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.excepthook = hook
+    return printed.getvalue().splitlines()
 
 
 def _out_of_memory(_: Tensor) -> None:

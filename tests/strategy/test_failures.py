@@ -61,6 +61,7 @@ def not_launched(monkeypatch) -> None:
         ({"model_averaging_period": 3}, ValueError, "model_averaging_period"),
         ({"plan": "ps", "bucket_cap_mb": 3}, ValueError, "bucket_cap_mb"),
         ({"bucket_cap_mb": 0}, ValueError, "above 0"),
+        ({"bucket_cap_mb": "25"}, ValueError, "bucket_cap_mb: '25' is not a number of MiB above 0"),
     ],
 )
 def test_wrong_arguments_fail_before_anything_is_launched(arguments, error, words: str) -> None:
@@ -81,6 +82,22 @@ class LaunchedError(Exception):
 
 def launched(*_: object, **__: object) -> None:
     raise LaunchedError
+
+
+def test_batch_shares_of_another_number_are_refused_once_before_ranks_are_started(monkeypatch) -> None:
+    launcher = pytorch_launchers.subprocess_script._SubprocessScriptLauncher
+    monkeypatch.setattr(launcher, "_call_children_scripts", launched)
+
+    def start(shares: list[int] | str) -> None:
+        strategy = AutoSyncStrategy(batch_shares=shares)
+        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+        trainer.fit(BoringModel())
+
+    with pytest.raises(PlanError, match="3 numbers were given, but the job has 2 ranks"):
+        start([1, 2, 3])
+    for shares in ([1, 2], "auto"):
+        with pytest.raises(LaunchedError):
+            start(shares)
 
 
 @pytest.mark.parametrize("strategy", [AutoSyncStrategy, AutoSyncFabricStrategy, AutoDDLStrategy])
@@ -229,6 +246,32 @@ def test_a_backward_pass_that_breaks_off_on_one_rank_ends_all(duo, victim: int) 
     for rank in found:
         assert rank["closed"]
         assert rank["seconds"] < 10
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+@pytest.mark.parametrize("plan", [None, "all_reduce", "byteps"])
+def test_different_numbers_of_batches_are_named_when_training_ends(duo, plan: str | None, longer: int) -> None:
+    found = duo.run(jobs.uneven_streams, longer=longer, plan=plan)
+    if plan == "all_reduce":  # an all-reduce that one rank began stays in the process group of the pool
+        duo.live().close()
+    told = f"rank {1 - longer} ended training after 2 synchronized backward passes, but this rank ({longer}) is in"
+    assert found[longer].startswith(f"ExchangeError: {told} pass 3: ranks have different numbers of batches.")
+    assert found[1 - longer].startswith(f"PeerLost: rank {longer} is lost: it ended with ExchangeError: {told}")
+
+
+def test_one_rank_prints_the_traceback_of_an_error_that_all_ranks_raise(duo) -> None:
+    first, other = duo.run(jobs.printed_error, cluster="ring_of_four")
+    assert "Traceback" in first[0]
+    assert len(other) == 1
+    assert other[0].removeprefix("[rank1]: ") == first[-1].removeprefix("[rank0]: ")
+    assert "ClusterError: cluster 'ring_of_four': it has 4 ranks, but the job has 2" in other[0]
+
+
+def test_a_rank_that_fails_alone_prints_its_traceback(duo, tmp_path) -> None:
+    save_plan(tmp_path / "plan-0.yaml")
+    first, other = duo.run(jobs.printed_error, plan=str(tmp_path / "plan-{rank}.yaml"))
+    assert len(first) == 1
+    assert "Traceback" in other[0]
 
 
 def test_nothing_to_train(duo) -> None:

@@ -60,7 +60,7 @@ MALFORMED = [
         document(FIRST, {**SECOND, "address": "10.0.0.1"}),
         "nodes[0].interfaces[1].address: '10.0.0.1' is the address of interface 'eth0', too; give each",
     ),
-    (document(FIRST, {**SECOND, "links": []}), "nodes[0].interfaces[1].links: Tuple should have at least 1 item"),
+    (document(FIRST, {**SECOND, "links": []}), "nodes[0].interfaces[1].links: List should have at least 1 item"),
     (
         document(FIRST, {**SECOND, "speed": 2}),
         "nodes[0].interfaces[1].speed: unknown field; allowed: name, address, links",

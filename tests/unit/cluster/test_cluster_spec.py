@@ -44,7 +44,7 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**PAIR, "format": "autosync-plan/1"}, "'autosync-plan/1' cannot be read"),
     ({key: PAIR[key] for key in ("format", "nodes", "links")}, "name: missing"),
     (HEAD, "nodes: missing"),
-    ({**HEAD, "nodes": []}, "nodes: Tuple should have at least 1 item"),
+    ({**HEAD, "nodes": []}, "nodes: List should have at least 1 item"),
     ({**PAIR, "racs": 2}, "racs: unknown field; did you mean 'racks'?"),
     ({**HEAD, "stars": ["1 Gbit/s"]}, "stars: unknown field; did you mean 'star'? (and 'nodes' is missing)"),
     ({**HEAD, "nodes": [{"name": "a", "gpus": 2}]}, "nodes[0].gpus: unknown field; allowed: name, address, "),
@@ -83,7 +83,7 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**HEAD, "uniform": {"nodes": True}}, "uniform.nodes: Input should be a valid integer (got True)"),
     ({**HEAD, "uniform": {"nodes": 0}}, "uniform.nodes: Input should be greater than 0"),
     ({**HEAD, "uniform": {"nodes": 2, "rate": 1}}, "uniform.rate: unknown field; allowed: devices, latency, "),
-    ({**HEAD, "star": {"bandwidths": []}}, "star.bandwidths: Tuple should have at least 1 item"),
+    ({**HEAD, "star": {"bandwidths": []}}, "star.bandwidths: List should have at least 1 item"),
     ({**HEAD, "star": {"bandwidths": [1, "2 Gbits"]}}, "star.bandwidths[1]: unknown unit 'Gbits'"),
     (
         {**HEAD, "racks": {"racks": 2, "nodes_per_rack": 2, "uplink": 1}},
@@ -139,6 +139,13 @@ def test_a_slow_rate_without_a_unit_is_told_once(
     path.write_text(yaml.safe_dump({**HEAD, **short_form}))
     resolve_cluster(path)
     assert [str(warning.message) for warning in recwarn] == ([f"{path}: {told}"] if told else [])
+
+
+def test_a_slow_rate_without_a_unit_is_told_where_code_gives_it() -> None:
+    with pytest.warns(
+        UserWarning, match=r"^ClusterSpec: star\.bandwidths\[0\]: 400 is 400 bytes/s; write '400 Mbit/s'"
+    ):
+        ClusterSpec.star([400, "100 Mbit/s"])
 
 
 BEYOND: tuple[dict[str, Any], ...] = (
@@ -205,6 +212,15 @@ def test_clusters_are_found_inside_an_installed_package(tmp_path: Path, monkeypa
 def test_a_specification_resolves_to_itself() -> None:
     spec = ClusterSpec.uniform(2)
     assert resolve_cluster(spec) is spec
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "told"),
+    [("400 Mbit/s", r"Input should be a valid list \(got '400 Mbit/s'\)"), ([], "List should have at least 1 item")],
+)
+def test_a_star_needs_a_list_of_rates(bandwidths: list[float] | str, told: str) -> None:
+    with pytest.raises(ClusterError, match=f"ClusterSpec: star.bandwidths: {told}"):
+        ClusterSpec.star(bandwidths)
 
 
 def test_short_forms_equal_what_they_stand_for() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +98,40 @@ def wait_for_verdict(end: FailureDetector) -> Verdict:
     assert end._known.wait(20.0)
     assert end.verdict is not None
     return end.verdict
+
+
+def end_training(end: FailureDetector) -> str:
+    try:
+        end.end_training()
+    except ExchangeError as error:
+        return str(error)
+    return "ended"
+
+
+def test_training_ends_where_all_ranks_have_ended_it(ends: tuple[FailureDetector, FailureDetector]) -> None:
+    with ThreadPoolExecutor() as threads:
+        for passes in (2, 0, 3):  # one job may train several times
+            for end in ends:
+                for _ in range(passes):
+                    end.count_pass()
+            assert list(threads.map(end_training, ends)) == ["ended", "ended"]
+            for end in ends:
+                end.check()
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_further_pass_than_others_made_is_an_error(
+    ends: tuple[FailureDetector, FailureDetector], longer: int
+) -> None:
+    for end in (*ends, ends[longer]):
+        end.count_pass()
+    told = f"rank {1 - longer} ended training after 1 synchronized backward passes, but this rank ({longer}) is in"
+    with ThreadPoolExecutor() as threads:
+        ended = threads.submit(end_training, ends[1 - longer])
+        with pytest.raises(ExchangeError, match=re.escape(told)) as raised:
+            wait_for_ranks(lambda seconds: bool(ends[longer].check()), "a test", 20.0)
+        ends[longer].announce(raised.value)
+        assert told in ended.result()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
