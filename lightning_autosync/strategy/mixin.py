@@ -279,24 +279,24 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
             precision, module = self.precision_plugin.train_step_context, self._trainer.lightning_module
             return self._shares.training_step(module, whole, prepare, precision, *args, **kwargs)
 
-    def leave_meeting(self) -> None:
+    def resume(self) -> None:
         """Begin an epoch of training on this rank."""
         if self._replica is not None:
-            self._replica.leave_meeting()
+            self._replica.resume()
 
-    def meet(self) -> None:
-        """Meet all live ranks, after this rank's part of an epoch."""
+    def drain(self) -> None:
+        """Wait for all live ranks, after this rank's part of an epoch."""
         if self._replica is not None:
-            self._replica.meet()
+            self._replica.drain()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self.settle()
-        self.meet()
+        self.drain()
 
     def end_training(self) -> None:
         """End training on this rank, before the user's hooks at its end, which may change the model on some ranks."""
-        self.meet()
+        self.drain()
         if self._replica is not None:
             self._replica.end_training()
 
