@@ -213,7 +213,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         skip_signal_broadcast(trainer)
         handle_sigterm_locally(trainer, self._on_sigterm)
         put_first(trainer, EndOfTraining())
-        put_first(trainer, ErrorReport())
+        put_first(trainer, ErrorReport())  # last, so that it comes before all others
 
     def _on_sigterm(self) -> None:
         if self._failure_detector is not None:
@@ -229,7 +229,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         if self._shares is not None and isinstance(replica, ExactReplica):
             replica.share(self._shares)
         replica.attach(self._trainer)
-        if replica.detects_failures:
+        if replica.detects_failures:  # its mesh lets the others go on; the detector would end the job
             self._close_failure_detector()
         self.model = SynchronizedModule(self.model, replica)
 
