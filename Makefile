@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 SPHINX := $(VENV)/.sphinx
 BUILD  := $(BIN)/python -m sphinx -W --keep-going -q
 
-.PHONY: demo test test-all parity versions minimal lint docs docs-links clean
+.PHONY: demo test test-all coverage parity versions minimal lint docs docs-links clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -17,6 +17,14 @@ test: $(READY)
 
 test-all: $(READY)
 	AUTOSYNC_ALL_TESTS=1 $(BIN)/python -m pytest -q
+
+# The tests of `make test`, then a table of the share of lines that ran in each file.
+coverage: $(READY)
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m coverage run -m pytest -q -m "not slow" -p tests.fork_workers --workers 4
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report --sort=cover
 
 # Pairs of jobs under DDP and under AutoSync, with a table of how they ended.
 parity: $(READY)

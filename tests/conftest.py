@@ -19,6 +19,7 @@ from shared_pool import SharedPool
 from sweeps import examples
 
 from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.measure.launches.launch import LocalLaunch
 
 TESTS = Path(__file__).parent
 WORLD_SIZE = 5
@@ -34,6 +35,8 @@ os.environ["LIGHTNING_AUTOSYNC_CACHE"] = ""  # no test finds or leaves plans in 
 hypothesis.settings.register_profile("tests", examples())  # without deadlines, which slow machines miss
 hypothesis.settings.load_profile("tests")
 parsed_files.remember()
+if "COVERAGE_RUN" in os.environ:
+    LocalLaunch.parting = 5.0  # pools end workers by SIGTERM before SIGKILL, so that they save which lines ran
 torch.set_num_threads(1)  # tensors here are small, and tests' own workers want the other cores
 
 

@@ -59,6 +59,7 @@ from lightning_autosync.documents.text import (
     short_labels,
     shortened,
     shown,
+    table_text,
 )
 
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "short_labels",
     "shortened",
     "shown",
+    "table_text",
     "whole_lines",
     "write_bytes",
     "write_data",

@@ -8,7 +8,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MOST_SHOWN = 100
 """Number of characters of a wrong value in an error."""
@@ -74,6 +78,15 @@ def digest(data: Any) -> str:
 def digest_text(text: str) -> str:
     """The `digest` of the data with this canonical text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def table_text(table: Table, width: int) -> str:
+    """A table as text without colours, ``width`` characters wide at most."""
+    from rich.console import Console
+
+    text = StringIO()
+    Console(file=text, width=width, force_terminal=False).print(table)
+    return text.getvalue()
 
 
 _PARTS = re.compile(r"[^\W\d_]+|\d+|.", re.DOTALL)

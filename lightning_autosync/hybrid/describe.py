@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from io import StringIO
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_autosync.documents import table_text
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -31,9 +30,7 @@ def plan_table(plan: HybridPlan, width: int = 120) -> str:
     for paths, layer in alike_layers(plan.layers):
         parts = f" (in {layer.parts} parts)" if layer.parts > 1 else ""
         table.add_row(paths or "(root)", *layer.signature, " ".join(layer.output or ("-",)) + parts)
-    text = StringIO()
-    Console(file=text, width=width, force_terminal=False).print(table)
-    return text.getvalue()
+    return table_text(table, width)
 
 
 def alike_layers(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:

@@ -103,13 +103,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class Operator:
-    """A module that may be split, a meeting of several operators' results, or an operation on whole values.
+    """A module that may be split, a join, or an operation on whole values.
+
+    A join is a place where results of several operators come together, as in a residual connection.
 
     Attributes:
         name: path of the module, or name of the place in the model.
-        module: path of the module; None for a meeting, whose inputs and output share one layout, and for an operation
+        module: path of the module; None for a join, whose inputs and output share one layout, and for an operation
             on whole values.
-        rules: signatures of the module's kind. A meeting has none. An operation that needs whole values of each rank's
+        rules: signatures of the module's kind. A join has none. An operation that needs whole values of each rank's
             own samples has ``dp`` only, and no module.
         inputs: its inputs, each tensor once.
         units: number of equal pieces into which the features of the output may be cut.
@@ -132,8 +134,8 @@ class Operator:
     after: Work = Work()
 
     @property
-    def meets(self) -> bool:
-        """Whether it is a meeting of results."""
+    def is_join(self) -> bool:
+        """Whether it is a join, which only brings its inputs into one layout."""
         return not self.rules
 
 

@@ -151,8 +151,8 @@ class _Predictor:
     def run(self) -> HybridPrediction:
         seen: set[str] = set()
         for operator in self._graph.operators:
-            if operator.meets:
-                self._handed.append(self._meet(operator))
+            if operator.is_join:
+                self._handed.append(self._join(operator))
                 continue
             if operator.module is None:
                 self._take(operator, self._home)
@@ -206,8 +206,8 @@ class _Predictor:
         """Bytes of a value on one rank."""
         return value.bytes * local_size(states, self._plan.mesh, value.batch_axis is not None)
 
-    def _meet(self, operator: Operator) -> States:
-        """Add the changes at a meeting, where results in different layouts are brought into one, as in execution."""
+    def _join(self, operator: Operator) -> States:
+        """Add the changes at a join, where results in different layouts are brought into one, as in execution."""
         sources = [edge for edge in operator.inputs if edge.source != INPUT]
         states = unify([Placement(self._handed[edge.source]) for edge in sources])
         for edge in operator.inputs:

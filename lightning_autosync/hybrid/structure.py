@@ -50,10 +50,10 @@ class Structure:
 
     Attributes:
         layers: for each choice of a signature, the operators that share it.
-        values: for each choice of a layout, the operators and meetings whose results share it.
+        values: for each choice of a layout, the operators and joins whose results share it.
         flows: flows between layers.
-        layer_of: [operators] choice of the signature. A meeting of results that are split alike has the choice of its
-            sources; other meetings have None.
+        layer_of: [operators] choice of the signature. A join of results that are split alike has the choice of its
+            sources; other joins have None.
         value_of: [operators] choice of the result's layout; None if it is chosen with the flow to its only consumers.
         units: for each choice of a layout, the number of pieces into which the features may be cut.
     """
@@ -98,11 +98,11 @@ class _Builder:
     def _siblings(self) -> dict[int, int]:
         """Meetings whose sources are operators of one kind that feed nothing else, mapped to their first source.
 
-        For example, queries, keys and values are split alike, so their meeting is not a choice of its own.
+        For example, queries, keys and values are split alike, so their join is not a choice of its own.
         """
         found: dict[int, int] = {}
         for index, operator in enumerate(self._operators):
-            if not operator.meets:
+            if not operator.is_join:
                 continue
             sources = [edge.source for edge in operator.inputs]
             if INPUT in sources or index in self._graph.outputs:
@@ -110,7 +110,7 @@ class _Builder:
             made_by = [self._operators[source] for source in sources]
             alone = all(len(self._takers(source)) == 1 and source not in self._graph.outputs for source in sources)
             alike = len({(made.kind, made.output.batch_axis, _takes(made)) for made in made_by}) == 1
-            if alone and alike and all(not made.meets and "col" in made.rules for made in made_by):
+            if alone and alike and all(not made.is_join and "col" in made.rules for made in made_by):
                 found[index] = sources[0]
         return found
 
@@ -124,17 +124,17 @@ class _Builder:
         for index, operator in enumerate(self._operators):
             if operator.module is not None:
                 same.union(calls.setdefault(operator.module, index), index)
-        for meeting, first in self._alias.items():
-            same.union(first, *(edge.source for edge in self._operators[meeting].inputs))
+        for join, first in self._alias.items():
+            same.union(first, *(edge.source for edge in self._operators[join].inputs))
         if collapse:
-            for alike in self._repeated(lambda operator: not operator.meets):
+            for alike in self._repeated(lambda operator: not operator.is_join):
                 same.union(*alike)
-        return self._numbered(same, [index for index, operator in enumerate(self._operators) if not operator.meets])
+        return self._numbered(same, [index for index, operator in enumerate(self._operators) if not operator.is_join])
 
     def _numbered(
         self, same: networkx.utils.UnionFind, indices: Iterable[int]
     ) -> tuple[list[int | None], list[list[int]]]:
-        """The number of each operator's set, and the sets; a meeting without a choice has that of its first source."""
+        """The number of each operator's set, and the sets; a join without a choice has that of its first source."""
         sets: dict[int, list[int]] = {}
         for index in indices:
             sets.setdefault(same[index], []).append(index)
@@ -142,8 +142,8 @@ class _Builder:
         for number, members in enumerate(sets.values()):
             for member in members:
                 number_of[member] = number
-        for meeting, first in self._alias.items():
-            number_of[meeting] = number_of[first]
+        for join, first in self._alias.items():
+            number_of[join] = number_of[first]
         return number_of, list(sets.values())
 
     def _repeated(self, wanted: Callable[[Operator], bool]) -> Iterable[list[int]]:
@@ -167,10 +167,10 @@ class _Builder:
         return self._alias.get(source, source)
 
     def _shared_values(self) -> tuple[list[int | None], tuple[tuple[int, ...], ...]]:
-        """The layout choice of each operator, and the sets of operators and meetings that share one."""
+        """The layout choice of each operator, and the sets of operators and joins that share one."""
         same = networkx.utils.UnionFind()
         for index, operator in enumerate(self._operators):
-            if operator.meets and index not in self._alias:
+            if operator.is_join and index not in self._alias:
                 same.union(index, *(self._origin(edge.source) for edge in operator.inputs if edge.source != INPUT))
         for index in range(len(self._operators)):
             if index in self._alias or self._feeds_one_layer(index):
@@ -181,7 +181,7 @@ class _Builder:
             shared = [member for member in members if member in same.parents]
             if shared:
                 same.union(*members)
-        for alike in self._repeated(lambda operator: operator.meets):
+        for alike in self._repeated(lambda operator: operator.is_join):
             shared = [member for member in alike if member in same.parents]
             if len(shared) == len(alike):
                 same.union(*alike)
@@ -193,10 +193,10 @@ class _Builder:
         takers: Counter[int | None] = Counter(self._layer_of[taker] for taker in self._after(index))
         if index in self._graph.outputs:
             return not takers
-        return len(takers) == 1 and not self._operators[index].meets
+        return len(takers) == 1 and not self._operators[index].is_join
 
     def _after(self, index: int) -> list[int]:
-        """The consumers of an operator's result; meetings without a choice are replaced by their own consumers."""
+        """The consumers of an operator's result; joins without a choice are replaced by their own consumers."""
         found = []
         for taker in self._takers(index):
             found += self._after(taker) if taker in self._alias else [taker]
@@ -205,7 +205,7 @@ class _Builder:
     def _flows(self, value_of: list[int | None]) -> Iterable[Flow]:
         edges: dict[_Key, list[tuple[int | None, Edge]]] = defaultdict(list)
         for index, operator in enumerate(self._operators):
-            for edge in () if operator.meets else operator.inputs:
+            for edge in () if operator.is_join else operator.inputs:
                 if edge.source != INPUT:
                     edges[self._key(edge.source, self._layer_of[index], value_of)].append((index, edge))
         for index in self._graph.outputs:
@@ -219,18 +219,18 @@ class _Builder:
         return self._layer_of[source] if value is None else None, value, target
 
     def _makers(self, source: int) -> list[int]:
-        """The operators whose results make up a value; for a meeting without its own choice all its sources."""
+        """The operators whose results make up a value; for a join without its own choice all its sources."""
         if source in self._alias:
             return [maker for edge in self._operators[source].inputs for maker in self._makers(edge.source)]
         return [source]
 
     def _value_units(self, members: tuple[int, ...]) -> int:
-        """Number of pieces into which features may be cut in all of these results and inputs of meetings."""
+        """Number of pieces into which features may be cut in all of these results and inputs of joins."""
         units = 0
         for member in members:
             operator = self._operators[member]
             units = math.gcd(units, operator.units)
-            if operator.meets:
+            if operator.is_join:
                 units = math.gcd(units, *(edge.units for edge in operator.inputs))
         return units
 

@@ -145,10 +145,10 @@ class _Builder:
         return home_states(len(self._mesh))
 
     def _value_alone(self, number: int, members: Sequence[int]) -> Costs:
-        """Costs of bringing the model's input to meetings, plus a penalty for layouts that the values cannot have."""
+        """Costs of bringing the model's input to joins, plus a penalty for layouts that the values cannot have."""
         found = numpy.zeros((len(self._handed), COSTS))
         for member in members:
-            for edge in self._operators[member].inputs if self._operators[member].meets else ():
+            for edge in self._operators[member].inputs if self._operators[member].is_join else ():
                 if edge.source == INPUT:
                     change = self._costs.change(edge.value, (self._home,), self._handed)[0]
                     found[:, BOXING_FORWARD] += change[:, BOXING_FORWARD]
@@ -217,7 +217,7 @@ class _Builder:
         makers: dict[int, list[int]] = defaultdict(list)
         for member in members:
             layer = self._structure.layer_of[member]
-            if not self._operators[member].meets and layer is not None:
+            if not self._operators[member].is_join and layer is not None:
                 makers[layer].append(member)
         for layer, some in makers.items():
             self._add(layer, self._tables.layers + number, self._made_to_handed(layer, some))

@@ -20,7 +20,7 @@ from lightning_autosync.hybrid.signatures import feature_axis
 
 @dataclass
 class Node:
-    """A call of an operator or, without a path, a meeting of several results or an operation on whole values.
+    """A call of an operator or, without a path, a join of several results or an operation on whole values.
 
     Attributes:
         path: path of the module; None for other nodes.

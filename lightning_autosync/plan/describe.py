@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from io import StringIO
-
-from rich.console import Console
 from rich.table import Table
 
-from lightning_autosync.documents import bytes_text, counted, short_labels
+from lightning_autosync.documents import bytes_text, counted, short_labels, table_text
 from lightning_autosync.plan.spec import Group, SyncPlan
 from lightning_autosync.workload import Workload
 
@@ -31,9 +28,7 @@ def plan_table(plan: SyncPlan, workload: Workload | None = None, width: int = 12
         if workload is not None:
             row.append(bytes_text(sum(workload.variable(name).bytes for name in group.variables)))
         table.add_row(*row)
-    text = StringIO()
-    Console(file=text, width=width, force_terminal=False).print(table)
-    return text.getvalue()
+    return table_text(table, width)
 
 
 def _title(plan: SyncPlan) -> str:

@@ -68,12 +68,7 @@ def open_synchronizer(
         return kind(mesh, ModelTensors.of(module), consistency, timeout=timeout, stall=stall)
     if optimizer is None:
         raise PlanError(f"optimizer: missing; mode '{consistency.mode}' needs it, because servers make its updates")
-    for name, parameter in variable_names(module):
-        if parameter.is_complex():
-            raise PlanError(
-                f"model: parameter '{name}' is complex, but servers keep real parameters only; allowed: plans of mode "
-                "'partial_reduce' or 'periodic', and synchronous plans without `served`"
-            )
+    _check_parameters(module)
     return ParameterServer(
         mesh,
         variable_names(module),
@@ -95,3 +90,13 @@ def _check_groups(plan: SyncPlan, source: str) -> None:
                     f"{source}: groups[{index}] '{group.name}': {name}: mode '{plan.consistency.mode}' averages "
                     "models, so this setting has no effect; remove it"
                 )
+
+
+def _check_parameters(module: nn.Module) -> None:
+    """Raise ``PlanError`` if servers cannot keep the parameters of a module."""
+    for name, parameter in variable_names(module):
+        if parameter.is_complex():
+            raise PlanError(
+                f"model: parameter '{name}' is complex, but servers keep real parameters only; allowed: plans of mode "
+                "'partial_reduce' or 'periodic', and synchronous plans without `served`"
+            )

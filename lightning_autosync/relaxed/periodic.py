@@ -179,7 +179,7 @@ class Periodic(AveragingWorker):
         warnings.warn(
             f"consistency.period: all replicas met before a period of {self._period} steps was over, as at the end of "
             f"an epoch. They were averaged without the outer update ('{self._outer_name}'), and a new period began; "
-            "choose a period that divides the number of steps between meetings",
+            "choose a period that divides the number of steps from one such time to the next",
             stacklevel=2,
         )
 

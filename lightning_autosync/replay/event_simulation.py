@@ -180,7 +180,7 @@ def simulate(
 def _begin(graph: Dependencies, count: int, connections: int) -> _State:
     missing, frees = graph.waits.copy(), numpy.zeros(count, dtype=numpy.bool_)
     for index in range(len(graph.gates)):
-        missing[graph.gates[index]] += 1
+        missing[graph.gates[index]] += 1  # a gate also waits for a place in the backend; see `_open_gate`
         frees[graph.ends[index]] = True
     return _State(
         missing,
@@ -231,7 +231,7 @@ def _finish_due(
             if number < 0:
                 heapq.heappush(events, (max(now, nodes.release[node]) + nodes.after[node], node))
             else:
-                state.arrival[node] = state.counts[_TAKEN]
+                state.arrival[node] = state.counts[_TAKEN]  # frames of equal urgency leave in this order
                 state.following[node] = state.head[number]
                 state.head[number] = node
         if len(events) == 0 or events[0][0] > now + _EPSILON:
@@ -253,6 +253,7 @@ def _start_frames(nodes: Nodes, state: _State, begun: Floats, now: float) -> boo
             node = _next_frame(number, state.head, state.following, nodes.key, state.arrival)
             state.current[number], state.left[number], begun[node] = node, nodes.size[node], now
             per_byte = nodes.cost[node] / nodes.size[node] if nodes.size[node] > 0 else 0.0
+            # A frame like the one before it keeps the connection's rate. This saves most computations of rates.
             changed = changed or state.weight[number, 0] == 0 or state.weight[number, 1] != per_byte
             state.weight[number, 0], state.weight[number, 1] = 1.0, per_byte
         elif state.current[number] < 0 and state.weight[number, 0] > 0:
@@ -366,7 +367,7 @@ def _add(connections: FrameConnections, state: _State, number: int, factor: floa
     to[connections.hosts + connections.source[number]] += core
     to[connections.hosts + connections.target[number]] += core
     if connections.shared >= 0:
-        to[connections.shared] += 2 * core
+        to[connections.shared] += 2 * core  # both ends of the connection run on the shared cores
 
 
 @compiled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.event_simulation import Dependencies, FrameConnections, Nodes, simulate
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
+from lightning_autosync.replay.notices import NoticeQueue, notice_queues
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.paces import Paces
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
@@ -113,7 +113,7 @@ class _FrameGraph:
         self._ends: list[int] = []
         self._first_frames: list[int] = []
         self._host_work: list[list[int]] = []
-        self._notice_queues: dict[int, list[list[Queue]]] = {}
+        self._notice_queues: dict[int, list[list[NoticeQueue]]] = {}
 
     def add_host_work(self, host_work: Sequence[HostWork]) -> None:
         """Add the main threads' work [ranks], part after part, as frames that each rank sends to itself.
@@ -288,8 +288,8 @@ class _FrameGraph:
     def _queues(self, way: int, piece: float) -> list[list[int]]:
         """For each rank, those behind whose data the notice waits that lets it send a piece of so many bytes."""
         if way not in self._notice_queues:
-            self._notice_queues[way] = queues_of_notices(self._network, way)
-        return [[queue.sender for queue in queues if piece <= queue.most] for queues in self._notice_queues[way]]
+            self._notice_queues[way] = notice_queues(self._network, way)
+        return [[queue.sender for queue in queues if piece <= queue.max_piece] for queues in self._notice_queues[way]]
 
     def _add_notice(self, stage: Stage, rank: int, received: int, queue: Sequence[int]) -> int:
         """Add the notice that lets ``rank`` send another piece once one is ``received``; returns its last node.
@@ -372,67 +372,3 @@ class _FrameGraph:
                 moved[number] = started
                 drained[number] = sent[first:end][numpy.isfinite(sent[first:end])].max()
         return moved, drained
-
-
-_OWN_QUEUE = 4e-3
-"""Seconds of data that Linux lets a connection put into the queue of its own port: 1 ms at the connection's pacing
-rate. That is twice the rate of its window, which is up to twice as large as what is under way."""
-
-
-class Queue(NamedTuple):
-    """A queue in which a notice waits.
-
-    Attributes:
-        sender: rank whose data stands in it.
-        most: bytes of a piece beyond which it holds too little data to keep a notice waiting for long.
-    """
-
-    sender: int
-    most: float
-
-
-def queues_of_notices(network: NetworkArrays, way: int) -> list[list[Queue]]:
-    """For each rank around a ring, the queues of the notice that lets it send, in which the notice waits behind data.
-
-    In gloo, a rank sends a piece only after a notice that its receiver is ready. Around a ring, notices travel against
-    the data, so a notice shares links with the data of other ranks. A shaped link has one queue for both. Where a fast
-    node sends to a slow one, its whole window of data stands before the slow link, and notices that cross this link
-    come late. A connection's data stands before the most loaded shaped link of its route.
-
-    Args:
-        way: direction of the data, as in `Stage.ring_way`.
-    """
-    ranks = network.ranks
-    if ranks == 1 or not network.burst.any():
-        return [[] for _ in range(ranks)]
-    sources = numpy.arange(ranks)
-    targets = (sources + way) % ranks
-    network.find_routes(numpy.unique(numpy.concatenate([sources * ranks + targets, targets * ranks + sources])))
-    pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
-    there = [_shaped(network, source, target) for source, target in pairs]
-    back = [_shaped(network, target, source) for source, target in pairs]
-    busy = numpy.zeros(len(network.capacities))
-    for channels in there:
-        busy[channels] += 1 / network.capacities[channels]
-    standing: dict[int, list[Queue]] = {}
-    for rank, channels in enumerate(there):
-        if len(channels):
-            full = _most_loaded(channels, busy)
-            most = _OWN_QUEUE / float(busy[full]) if full == channels[0] else math.inf
-            standing.setdefault(full, []).append(Queue(rank, most))
-    return [
-        list(dict.fromkeys(queue for channel in channels.tolist() for queue in standing.get(channel, [])))
-        for channels in back
-    ]
-
-
-def _shaped(network: NetworkArrays, source: int, target: int) -> Indices:
-    """The shaped channels of a route in their order."""
-    known = network.routes
-    route = known.between[source, target]
-    hops = known.hops[known.starts[route] : known.starts[route + 1]].astype(numpy.int64)
-    return hops[network.burst[hops] > 0]
-
-
-def _most_loaded(channels: Indices, busy: Floats) -> int:
-    return int(channels[numpy.argmax(busy[channels])])

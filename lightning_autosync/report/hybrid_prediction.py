@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from pathlib import Path
 from typing import ClassVar
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Result, bytes_text, seconds_text
+from lightning_autosync.documents import Result, bytes_text, seconds_text, table_text
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.cost import (
     BACKWARD,
@@ -105,9 +103,7 @@ def _traffic(found: HybridPrediction) -> str:
     for part in found.sent:
         places = ", ".join(map(str, part.dimensions))
         table.add_row(part.phase, places, part.collective, bytes_text(part.bytes))
-    text = StringIO()
-    Console(file=text, width=_WIDTH, force_terminal=False).print(table)
-    return text.getvalue()
+    return table_text(table, _WIDTH)
 
 
 def _result(plan: HybridPlan, found: HybridPrediction) -> HybridPredictionResult:

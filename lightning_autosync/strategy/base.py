@@ -135,8 +135,8 @@ class Replica(ABC):
         """
         return None
 
-    def leave_meeting(self) -> None:
-        """Called when this rank begins an epoch, even if it gets no batch of it."""
+    def resume(self) -> None:
+        """Called when this rank begins an epoch, even if it gets no batch of it; ends the last `drain`."""
 
     def begin_batch(self) -> None:
         """Called when Lightning begins a batch."""
@@ -160,8 +160,8 @@ class Replica(ABC):
         """The context of an optimizer's step, which may compute the gradients in its closure."""
         return nullcontext()
 
-    def meet(self) -> None:
-        """Called where all live ranks meet: at the end of their part of an epoch, before validation, and at the end."""
+    def drain(self) -> None:
+        """Called where all live ranks wait for each other: at the ends of epochs, before validation, and at the end."""
 
     def end_training(self) -> None:
         """Called on all ranks when training ends."""

@@ -214,7 +214,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         skip_signal_broadcast(trainer)
         handle_sigterm_locally(trainer, self._on_sigterm)
         put_first(trainer, EndOfTraining())
-        put_first(trainer, ErrorReport())
+        put_first(trainer, ErrorReport())  # last, so that it comes before all others
 
     def _on_sigterm(self) -> None:
         if self._failure_detector is not None:
@@ -230,7 +230,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         if self._shares is not None and isinstance(replica, ExactReplica):
             replica.share(self._shares)
         replica.attach(self._trainer)
-        if replica.detects_failures:
+        if replica.detects_failures:  # its mesh lets the others go on; the detector would end the job
             self._close_failure_detector()
         self.model = SynchronizedModule(self.model, replica)
 
@@ -281,24 +281,24 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
             precision, module = self.precision_plugin.train_step_context, self._trainer.lightning_module
             return self._shares.training_step(module, whole, prepare, precision, *args, **kwargs)
 
-    def leave_meeting(self) -> None:
+    def resume(self) -> None:
         """Begin an epoch of training on this rank."""
         if self._replica is not None:
-            self._replica.leave_meeting()
+            self._replica.resume()
 
-    def meet(self) -> None:
-        """Meet all live ranks, after this rank's part of an epoch."""
+    def drain(self) -> None:
+        """Wait for all live ranks, after this rank's part of an epoch."""
         if self._replica is not None:
-            self._replica.meet()
+            self._replica.drain()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self.settle()
-        self.meet()
+        self.drain()
 
     def end_training(self) -> None:
         """End training on this rank, before the user's hooks at its end, which may change the model on some ranks."""
-        self.meet()
+        self.drain()
         if self._failure_detector is not None:
             self._failure_detector.end_training()
         if self._replica is not None:

@@ -1,4 +1,4 @@
-"""A replica for plans without a schedule: ranks exchange when they are ready, and meet at the ends of epochs."""
+"""A replica for plans without a schedule: ranks exchange when they are ready; epochs end with a barrier."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ AVERAGING = ("partial_reduce", "periodic")
 class RelaxedReplica(Replica):
     """Synchronizes a module by partial reduce, periodic averaging or parameter servers.
 
-    Between two meetings (`meet`), ranks may take different numbers of steps.
+    Between two barriers (`drain`), ranks may take different numbers of steps.
 
     Args:
         module, settings, nodes, devices, rank: as for `Replica.for_trainer`; the plan has no schedule.
@@ -112,12 +112,12 @@ class RelaxedReplica(Replica):
         self._state_server: TrainerStateServer | None = None
         self.rejoined = job is not None
         self._rejoining = self.rejoined
-        """Whether this rank returned and has not met the others, which may be in the middle of an epoch."""
+        """Whether this rank returned and has passed no barrier since; the others may be in the middle of an epoch."""
         self._drained = True
         self._has_stepped = False
-        """Whether this rank has begun a step since the last meeting."""
+        """Whether this rank has begun a step since the last barrier."""
         self._refusals = ExitStack()
-        """Refusals of collective calls, which other ranks would not answer between two meetings."""
+        """Refusals of collective calls, which other ranks would not join between two barriers."""
         self._samples = 0
         self._computing = self._stepping = False
         self._meter: RelaxedMeter | None = None
@@ -252,8 +252,8 @@ class RelaxedReplica(Replica):
         if not self._served and self._mesh.rank == 0 and rejoin_enabled():
             self._state_server = TrainerStateServer(self._mesh, self._progress.describe)
 
-    def leave_meeting(self) -> None:
-        """Leave the last meeting, on all ranks, even on one that gets no batch before the next meeting."""
+    def resume(self) -> None:
+        """Leave the last barrier, on all ranks, even on one that gets no batch before the next one."""
         if not self._drained or self._synchronizer is None:
             return
         if self._state_server is not None:
@@ -272,13 +272,13 @@ class RelaxedReplica(Replica):
 
     @contextmanager
     def training_step(self, batch: Any) -> Iterator[None]:
-        """The context of the user's training step, in which collective calls are refused, as no rank would answer them.
+        """The context of the user's training step, which refuses collective calls, because no other rank would join.
 
         Raises:
             PlanError: a parameter was unfrozen, added, removed or replaced since training began.
         """
         self._check_parameters()
-        self.leave_meeting()
+        self.resume()
         if not self._has_stepped and not self._in_step:
             self._refusals.enter_context(refused_collectives(self._refused_call))
         self._has_stepped = True
@@ -326,8 +326,8 @@ class RelaxedReplica(Replica):
         if self._meter is not None:
             self._meter.add(synchronizer.seconds_waited - before, self._mesh.bytes_sent)
 
-    def meet(self) -> None:
-        """Meet all ranks, which leave with the same model; do nothing if this rank has not left the last meeting."""
+    def drain(self) -> None:
+        """Wait for all ranks, which then have the same model; do nothing if this rank has not left the last barrier."""
         if self._drained or self._synchronizer is None:
             return
         self._synchronizer.drain()
@@ -365,38 +365,38 @@ class RelaxedReplica(Replica):
 
     @contextmanager
     def collective(self, what: str, each_step: bool = False) -> Iterator[None]:
-        """The context of a collective call, before which all ranks meet.
+        """The context of a collective call, before which all ranks wait for each other.
 
         The call is refused inside a training step, because other ranks may be elsewhere. Between two steps, it is
         refused if ranks take different numbers of steps, or if it follows every step (``each_step``): ranks would then
-        meet in every step, and synchronization would no longer be relaxed.
+        wait for each other in every step, and synchronization would no longer be relaxed.
 
         Raises:
             ExchangeError: the call is refused, this rank was expelled, or a rank that the call needs is lost.
         """
-        self._meet_for(what, each_step)
+        self._drain_for(what, each_step)
         if self._synchronizer is not None:
             self._members.check(what)
         with self._members.collective(what):
             yield
 
     def before_checkpoint(self) -> None:
-        self._meet_for("a checkpoint")
+        self._drain_for("a checkpoint")
 
-    def _meet_for(self, what: str, each_step: bool = False) -> None:
-        """Meet all ranks for ``what``, or raise if it is not certain that all ranks come here."""
+    def _drain_for(self, what: str, each_step: bool = False) -> None:
+        """Wait for all ranks before ``what``, or raise if it is not certain that all ranks come here."""
         if self._synchronizer is None or (self._stepping and self._in_step):
             return
         if self._rejoining and not self._drained:
             raise ExchangeError(
-                f"{what}: this rank rejoined, and must meet the other ranks at the end of the epoch before any "
+                f"{what}: this rank rejoined, and must wait for the other ranks at the end of the epoch before any "
                 "collective call"
             )
         # Outside of training, for example around validation, all ranks come, however many batches each has taken.
         between = self._has_stepped and self._trainer.training
         if self._computing or (between and (self._share is not None or (each_step and not self._in_step))):
             raise self._refusal(what, "log with on_step=False and on_epoch=True, or without sync_dist")
-        self.meet()
+        self.drain()
 
     def _refusal(self, what: str, instead: str) -> ExchangeError:
         where = "inside a training step" if self._computing else "between training steps"
@@ -413,7 +413,7 @@ class RelaxedReplica(Replica):
 
     def gather_state(self) -> dict[str, Any] | None:
         """The checkpoint's entry, on rank 0. Call this after `optimizer_state`."""
-        self.meet()
+        self.drain()
         return self._checkpoint.gather()
 
     def restore_state(self, entry: dict[str, Any] | None, steps: int) -> None:

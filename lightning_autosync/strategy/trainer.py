@@ -1,4 +1,4 @@
-"""Changes of the strategy to a Trainer (callbacks, signals), and checks of the Trainer's settings."""
+"""What the strategy changes in a Trainer (callbacks, signals), and checks of the Trainer's settings."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ class _Callback:
 
 
 class EpochBarrier(_Callback):
-    """Brings relaxed replicas together at the end of every epoch, before anything else happens there.
+    """A barrier of relaxed replicas at the end of every epoch, before anything else happens there.
 
     Every rank begins an epoch, even without a batch, and all ranks leave it with the same model. Logging, checkpoints
     and the user's own hooks at the end of an epoch may then make collective calls.
     """
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.leave_meeting()
+        trainer.strategy.resume()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.meet()
+        trainer.strategy.drain()
 
 
 class ErrorReport(_Callback):
     """Tells the other ranks about an error on this one, before other callbacks, such as those that save checkpoints.
 
-    Those may make collective calls, in which the other ranks would otherwise wait without knowing of the error. Ranks
-    that end alike still meet in these calls; see `FailureDetector.fail`.
+    Those may make collective calls, in which the other ranks would otherwise wait without knowing of the error. If all
+    ranks have the same error, these calls still work; see `FailureDetector.fail`.
     """
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
@@ -193,7 +193,7 @@ def kinds(callback: Any) -> set[str]:
 
 
 def check_finders(trainer: Any, mode: str) -> None:
-    """Refuse callbacks that train within ``fit`` before training begins, with other callbacks than the Trainer's.
+    """Refuse callbacks that run a training of their own, with other callbacks, before ``fit`` begins to train.
 
     Raises:
         PlanError: the Trainer has such a callback, as the one that `Tuner` adds.
@@ -201,8 +201,8 @@ def check_finders(trainer: Any, mode: str) -> None:
     for callback in trainer.callbacks:
         if "LearningRateFinder" in kinds(callback):
             raise PlanError(
-                f"callbacks: {type(callback).__name__} trains before the job does, and ranks would not meet. Under "
-                f"mode '{mode}' remove it, and find the learning rate with a plan that synchronizes gradients"
+                f"callbacks: {type(callback).__name__} trains before the job does, and does not wait for other ranks. "
+                f"Under mode '{mode}', remove it, and find the learning rate with a plan that synchronizes gradients"
             )
 
 
@@ -270,10 +270,10 @@ def check_one_loader(trainer: Any) -> None:
 
 
 def check_rejoin(trainer: Any) -> None:
-    """Refuse a return to a job whose ranks meet within an epoch, because this rank would have missed such a meeting.
+    """Refuse a return to a job with barriers within an epoch, because this rank would have missed one.
 
     Raises:
-        PlanError: ranks meet within an epoch.
+        PlanError: ranks wait for each other within an epoch.
     """
     within = trainer.enable_validation and (
         trainer.val_check_batch is None

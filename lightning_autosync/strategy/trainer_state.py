@@ -26,8 +26,8 @@ _SAVED = ("_last_checkpoint_saved", "_last_global_step_saved")
 class TrainerStateServer:
     """Sends the state of rank 0's Trainer to ranks that return, on the mesh's thread.
 
-    It answers only between two meetings of the ranks, with the state after the first, because callbacks and schedules
-    change while ranks meet.
+    It answers only between two barriers of all ranks, with the state after the first, because callbacks and schedules
+    change during a barrier.
 
     Args:
         mesh: the mesh of all ranks.

@@ -91,7 +91,7 @@ def _train_by_workers(
             timeout=START_TIMEOUT,
             threads=settings.threads,
             order_timeout=math.inf,
-            meet=False,
+            process_group=False,
             echo=True,
         ) as pool,
     ):

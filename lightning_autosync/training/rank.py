@@ -261,7 +261,7 @@ def _result(job: RankTraining, trainer: L.Trainer, seconds: float, by_rank: list
     checkpoint = trainer.checkpoint_callback
     return TrainingResult(
         settings=settings,
-        emulated={"links": settings.launch.kind == "emulated", "compute": settings.paced},
+        emulated={"links": settings.emulated, "compute": settings.paced},
         cluster=None if job.cluster is None else job.cluster.to_dict(),
         world_size=trainer.world_size,
         strategy=settings.sync.strategy,

@@ -79,7 +79,7 @@ class DeviceRanks:
                     OneDevice(),
                     timeout=TIMEOUT,
                     extra_paths=[TESTS, TESTS / "distributed"],
-                    meet=False,
+                    process_group=False,
                 )
             finally:
                 forked.fork_workers()

@@ -182,7 +182,7 @@ class TreeExchange(TreeSteps, Exchange):
         super().__init__(transport, channel, message, timeout)
         self.residual = new_residual(message, buffer)
         transfers = [transfer for transfer in round.transfers if isinstance(transfer, TreeTransfer)]
-        # By transfer. Paths do not refer to their pieces: no memory waits for the garbage collector.
+        # By transfer. Paths do not refer to their pieces: a cycle would keep the buffers until a garbage collection.
         self._pieces: list[list[_Piece]] = []
         self.root_ranges = [(one.start, one.stop) for one in transfers if one.reduce.parents[rank] < 0]
         tail_start = round.length - message.tail

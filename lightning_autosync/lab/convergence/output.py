@@ -48,7 +48,7 @@ def title(result: ConvergenceResult, speed: str) -> str:
     """Task, workers and speeds in one line."""
     settings = result.settings
     compute = "" if settings.pace is None else f", steps paced at {settings.pace * 1e3:g} ms"
-    links = ", emulated links" if settings.emulates_links else ""
+    links = ", emulated links" if settings.emulated else ""
     return f"{settings.task.kind}, {settings.workers} workers, {speed}{compute}{links}"
 
 

@@ -204,7 +204,7 @@ class ConvergenceResult:
         settings = self.settings
         return ConvergenceDocument(
             settings=settings.model_dump(mode="json"),
-            emulated={"compute": settings.pace is not None, "links": settings.emulates_links},
+            emulated={"compute": settings.pace is not None, "links": settings.emulated},
             model_bytes=self.model_bytes,
             all_reduce_bytes=self.ring_bytes,
             rates=self.rates,

@@ -111,7 +111,7 @@ class ConvergenceSettings(ClusterSettings):
     def _check_place(self) -> Self:
         if self.launch.kind == "ssh":
             raise ValueError("launch: 'ssh' is not supported here; allowed: local, emulated")
-        if self.launch.kind == "emulated" and self.cluster is None:
+        if self.emulated and self.cluster is None:
             raise ValueError("cluster: missing; launch=emulated needs one, for example cluster=four_equal")
         self._check_cluster()
         return self
@@ -141,11 +141,6 @@ class ConvergenceSettings(ClusterSettings):
         if self.tuning_seeds == 0 and self.rates_of is None and any(len(self.grid(name)) > 1 for name in self.methods):
             raise ValueError("tuning_seeds: must be 1 or more to choose among several rates; or give rates_of")
         return self
-
-    @property
-    def emulates_links(self) -> bool:
-        """Whether the links between workers are emulated."""
-        return self.launch.kind == "emulated"
 
     @property
     def chosen_methods(self) -> list[str]:

@@ -179,11 +179,6 @@ class BenchSettings(ClusterSettings):
         return {**opponents, **self.contenders}
 
     @property
-    def emulated(self) -> bool:
-        """Whether the links are emulated."""
-        return self.launch.kind == "emulated"
-
-    @property
     def exchange_timeout(self) -> float:
         """Seconds until a plan's exchanges time out: less than for a turn, so that ranks can report what they await."""
         return self.timeout / 2

@@ -163,6 +163,11 @@ class ClusterSettings(Configuration):
     cluster_fastest: Rate | None = None
     rank_order: Literal["natural", "interleaved"] = "natural"
 
+    @property
+    def emulated(self) -> bool:
+        """Whether the links between ranks are emulated."""
+        return self.launch.kind == "emulated"
+
     def _check_cluster(self) -> None:
         """Refuse keys that need a cluster; for the subclasses, after their check of what the launch needs."""
         changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"

@@ -21,7 +21,7 @@ from lightning_autosync.measure.workers.devices import Device
 from lightning_autosync.measure.workers.process import WorkerProcess
 
 GRACE = 5.0  # seconds for the other ranks to answer after one has raised
-RENEWAL = 15.0  # seconds for all ranks to meet in a new process group
+RENEWAL = 15.0  # seconds for all ranks to form a new process group
 POLL = 0.25  # seconds between checks that silent workers are alive
 DRAIN = 1.0  # maximum seconds to read what a worker printed before its answer
 STACK_DUMP = 0.3  # seconds for a silent worker to write its stacks
@@ -43,8 +43,8 @@ class WorkerPool:
         scheduling: ``"batch"`` puts the workers under ``SCHED_BATCH``
             (see :func:`lightning_autosync.engine.cpu_scheduling.set_batch_scheduling`).
         order_timeout: maximum seconds of one call if they differ from ``timeout``; ``math.inf`` for no limit.
-        meet: whether to make the process group. If False, the called functions make one with ``env://`` as under
-            torchrun, and an error closes the pool.
+        process_group: whether to make the process group. If False, the called functions make one with ``env://`` as
+            under torchrun, and an error closes the pool.
         echo: whether to copy what rank 0 prints to this process's stderr.
         device: where the workers train. On ``cuda``, their process group has NCCL beside gloo.
 
@@ -63,14 +63,14 @@ class WorkerPool:
         extra_paths: Sequence[str | os.PathLike[str]] = (),
         scheduling: Literal["batch"] | None = None,
         order_timeout: float | None = None,
-        meet: bool = True,
+        process_group: bool = True,
         echo: bool = False,
         device: Device = "cpu",
     ) -> None:
         self.world_size = world_size
         self.launch = launch or LocalLaunch()
         self.timeout = timeout if order_timeout is None else order_timeout
-        self._meet = meet
+        self._makes_group = process_group
         self._device: Device = device
         if self.launch.world_size not in (None, world_size):
             raise LaunchError(f"the launch is for {self.launch.world_size} ranks, but the pool has {world_size}")
@@ -118,8 +118,8 @@ class WorkerPool:
         """Call a function with ``arguments`` on every rank, or on ``ranks`` only.
 
         Workers import the function by name, so it must be at the top level of a module. The default process group
-        exists when the function starts, unless ``meet`` is False. Arguments and results are sent as JSON, so tuples
-        become lists.
+        exists when the function starts, unless ``process_group`` is False. Arguments and results are sent as JSON, so
+        tuples become lists.
 
         Returns:
             The result of each addressed rank, in the order of ``ranks``.
@@ -157,7 +157,7 @@ class WorkerPool:
 
     def _join(self, deadline: float) -> None:
         order: dict[str, Any] = {"action": "announce", "port": self._port}
-        if self._meet:
+        if self._makes_group:
             order = {"action": "join", "port": self._port, "group": self._generation, "device": self._device}
         self._exchange(list(range(self.world_size)), order, deadline)
 
@@ -181,7 +181,7 @@ class WorkerPool:
         failed = [rank for rank, reply in replies.items() if "error" in reply]
         if not failed:
             return [replies[rank]["result"] for rank in ranks]
-        if order["action"] != "call" or not self._meet:
+        if order["action"] != "call" or not self._makes_group:
             self.close()
         else:
             self._renew()

@@ -24,7 +24,7 @@ from lightning_autosync.measure.bench.output import EXACT
 from lightning_autosync.measure.bench.preparation import plan_class, prepare
 from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.run import play
-from lightning_autosync.measure.bench.settings import ContenderSettings, DDPSweep
+from lightning_autosync.measure.bench.settings import BenchSettings, ContenderSettings, DDPSweep
 from lightning_autosync.measure.session import ContenderError, MeasurementSession, reason
 from lightning_autosync.measure.step_time import Interval, paired_ratio, relative_medians
 from lightning_autosync.measure.workers import InputError, WorkerError
@@ -172,17 +172,7 @@ def compare(
     paths = {name: directory / "finalists" / f"{name}.yaml" for name in plans}
     for name, path in paths.items():
         plans[name].save(path)
-    by_name = {options.name: options for options in job.settings.ddp.options()}
-    first, *others = (by_name[name] for name in rivals)
-    own = job.bench_settings(
-        ddp=DDPSweep(
-            bucket_cap_mb=(first.bucket_cap_mb,),
-            gradient_as_bucket_view=(first.gradient_as_bucket_view,),
-            static_graph=(first.static_graph,),
-        ),
-        contenders={**{options.name: ContenderSettings(ddp=options) for options in others}, **job.settings.contenders},
-        rounds=2 * job.settings.rounds,
-    )
+    own = _settings_of_rivals(job, rivals)
     prepared = prepare(own)
     left, failures = dict(plans), _Failures()
     while left:
@@ -203,6 +193,21 @@ def compare(
         else:
             return judged(played, left, rivals, failures.left_out)
     raise TuningError(f"the final comparison failed with every plan; last error: {failures.last}")
+
+
+def _settings_of_rivals(job: TuningJob, rivals: Sequence[str]) -> BenchSettings:
+    """Settings of a bench of these settings of DDP and of the user's own contenders."""
+    by_name = {options.name: options for options in job.settings.ddp.options()}
+    first, *others = (by_name[name] for name in rivals)
+    return job.bench_settings(
+        ddp=DDPSweep(
+            bucket_cap_mb=(first.bucket_cap_mb,),
+            gradient_as_bucket_view=(first.gradient_as_bucket_view,),
+            static_graph=(first.static_graph,),
+        ),
+        contenders={**{options.name: ContenderSettings(ddp=options) for options in others}, **job.settings.contenders},
+        rounds=2 * job.settings.rounds,
+    )
 
 
 class _Failures:

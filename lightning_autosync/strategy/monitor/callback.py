@@ -36,7 +36,7 @@ class MonitorMixin:
       wait.
     - ``autosync/batch_share``: with batch shares, share of a global batch that the rank computes.
 
-    Of relaxed plans there are the first three, as means over the rank's own steps, without meetings of all ranks:
+    Of relaxed plans there are the first three, as means over the rank's own steps, without barriers of all ranks:
     seconds from the end of one step to the end of the next, seconds in which it waited for averages or servers, and
     bytes that its process handed to the kernel.
 

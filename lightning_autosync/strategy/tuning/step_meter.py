@@ -226,7 +226,7 @@ class RelaxedMeter:
         self._seconds = self._waited = 0.0
 
     def begin(self, sent: int) -> None:
-        """Begin the first step after a meeting.
+        """Begin the first step after a barrier of all ranks.
 
         Args:
             sent: bytes that this process has sent so far.

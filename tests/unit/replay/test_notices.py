@@ -9,8 +9,8 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.replay import Constants, Replay
-from lightning_autosync.replay.frames import queues_of_notices
 from lightning_autosync.replay.network import NetworkArrays
+from lightning_autosync.replay.notices import notice_queues
 from lightning_autosync.replay.stages import BACKWARDS
 from lightning_autosync.workload import Variable, Workload
 
@@ -23,8 +23,8 @@ NODES = ClusterSpec.uniform(nodes=2, devices=2, bandwidth=100 * MBIT)
 
 def senders(cluster: ClusterSpec, piece: float, burst: float = BURST) -> list[set[int]]:
     """For each rank, the ranks behind whose data the notice waits that lets it send ``piece`` bytes to the last one."""
-    queues = queues_of_notices(NetworkArrays(cluster, Constants(burst=burst)), BACKWARDS)
-    return [{queue.sender for queue in of_rank if piece <= queue.most} for of_rank in queues]
+    queues = notice_queues(NetworkArrays(cluster, Constants(burst=burst)), BACKWARDS)
+    return [{queue.sender for queue in of_rank if piece <= queue.max_piece} for of_rank in queues]
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_notices_wait_behind_short_pieces_of_their_own_rank() -> None:
 
 def test_links_without_a_queue_let_notices_pass() -> None:
     assert senders(FAT, 1e4, burst=0.0) == [set()] * 4
-    assert queues_of_notices(NetworkArrays(ClusterSpec.uniform(nodes=1), Constants(burst=BURST)), BACKWARDS) == [[]]
+    assert notice_queues(NetworkArrays(ClusterSpec.uniform(nodes=1), Constants(burst=BURST)), BACKWARDS) == [[]]
 
 
 def test_a_window_that_stands_before_a_slow_link_has_no_limit() -> None:
-    (queue,) = queues_of_notices(NetworkArrays(FAT, Constants(burst=BURST)), BACKWARDS)[3][-1:]
-    assert queue.most == math.inf
+    (queue,) = notice_queues(NetworkArrays(FAT, Constants(burst=BURST)), BACKWARDS)[3][-1:]
+    assert queue.max_piece == math.inf
 
 
 @pytest.mark.parametrize(("rates", "measured"), [((400, 100, 100, 100), 0.350), ((100, 100, 100, 100), 0.327)])
