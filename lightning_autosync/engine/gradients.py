@@ -272,7 +272,7 @@ class DenseGradients(MessageGradients):
 
     def root_squares(self) -> Tensor:
         self.exchange.wait_at_root()
-        squares = torch.zeros(len(self.parameters), dtype=torch.float64)
+        squares = torch.zeros(len(self.parameters), dtype=torch.float64, device="cpu")
         places, parts = self._root_parts
         if parts:
             wide = torch.promote_types(self._buffer.dtype, torch.float32)
@@ -284,13 +284,13 @@ class DenseGradients(MessageGradients):
     def _root_parts(self) -> tuple[Tensor, list[Tensor]]:
         """The parts of the buffer of which this rank is a root, and the place of the parameter of each."""
         places, parts, end = [], [], 0
-        for place, parameter in enumerate(self.parameters):
-            start, end = end, end + real_view(parameter).numel()
+        for place, view in enumerate(self._views):
+            start, end = end, end + view.numel()
             for first, last in self.exchange.root_ranges or ():
                 if max(start, first) < min(end, last):
                     places.append(place)
                     parts.append(self._buffer[max(start, first) : min(end, last)])
-        return torch.tensor(places), parts
+        return torch.tensor(places, device="cpu"), parts
 
     def finite(self) -> bool:
         return all_finite(self._result)

@@ -32,18 +32,19 @@ def gradient_norms(
     Raises:
         ExchangeError: a peer was lost or did not answer in time.
     """
-    squares = [torch.zeros(len(each.parameters), dtype=torch.float64) for each in messages]
-    if not refuses:
-        squares = [each.root_squares() for each in messages]
-    own = torch.cat([torch.tensor([refuses], dtype=torch.float64), *squares])
-    # One hop. An all-reduce takes several, and each waits behind gradients: 45 ms in place of 10 on busy links.
+    sizes = [len(each.parameters) for each in messages]
+    flag = torch.full((1,), float(refuses), dtype=torch.float64, device="cpu")
+    squares = [flag.new_zeros(sum(sizes))] if refuses else [each.root_squares() for each in messages]
+    own = torch.cat([flag, *squares])
+    # One hop. An all-reduce takes several, and each waits behind gradients: 45 ms in place of 10 on busy links between
+    # four ranks.
     parts = own.repeat(dist.get_world_size(group))
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     found = received.view(-1, len(own)).sum(0)
     if found[0] > 0:
         return None
-    return list(found[1:].sqrt().split([len(each.parameters) for each in messages]))
+    return list(found[1:].sqrt().split(sizes))
 
 
 def clip_by_norms(

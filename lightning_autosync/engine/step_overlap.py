@@ -52,6 +52,16 @@ class _Taken(NamedTuple):
     step: DeferredStep
 
 
+class _Launched(NamedTuple):
+    """The messages that were under way when a pass ended: their engine, and the parameters of each that train.
+
+    Another plan may take over as soon as this rank has all sums, while other ranks still wait for theirs.
+    """
+
+    engine: Engine
+    members: dict[int, list[nn.Parameter]]
+
+
 class StepOverlap:
     """Defers optimizers' steps of the parameters of a module until their gradients have come and they are read.
 
@@ -74,7 +84,7 @@ class StepOverlap:
         self._engine: Engine | None = None
         self._failure: ExchangeError | None = None
         self._released: list[nn.Parameter] = []
-        self._launched: tuple[int, ...] = ()
+        self._launched: _Launched | None = None
         self._on_wait = on_wait
         self._readers: set[str] = set()
         # Hooks of the modules themselves would be saved with them, and would turn off faster paths of evaluation.
@@ -185,7 +195,7 @@ class StepOverlap:
 
     def begin_pass(self) -> None:
         """Note that a synchronized pass begins; all ranks call it before the same passes."""
-        self._launched = ()
+        self._launched = None
 
     def clip_by_norm(
         self, parameters: Sequence[nn.Parameter], max_norm: float, error_if_nonfinite: bool = False
@@ -218,31 +228,37 @@ class StepOverlap:
 
     def _norms(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor] | None:
         """The norms of gradients that are due, by parameter; the others of ``parameters`` have come then."""
-        engine, launched = self._engine, self._launched
-        if engine is None or not launched:
+        launched = self._launched
+        if launched is None:
             return None
+        first, *others = launched.members
         # Its sum tells whether some rank's parameters have changed. All ranks read its gradients themselves, so it does
         # not matter whether a function has changed them.
-        self.complete(launched[0])
-        wanted = set(parameters)
-        asked = [index for index in launched[1:] if not wanted.isdisjoint(engine.members(index))]
-        early = [index for index in asked if engine.has_roots(index)]
-        if not self._launched or not early:
+        self.complete(first)
+        asked = {index: [each for each in launched.members[index] if each in {*parameters}] for index in others}
+        early = [index for index, members in asked.items() if members and launched.engine.has_roots(index)]
+        if self._launched is None or not early:
             return None
-        for index in set(asked) - set(early):
-            self.complete(index)
-        engine.send_sums_first(early)
+        for index in asked.keys() - set(early):
+            if asked[index]:
+                self.complete(index)
+        launched.engine.send_sums_first(early)
         # Gradients that have come may have been changed.
-        members = [each for index in early for each in engine.members(index) if each in wanted and each.requires_grad]
-        refuses = any(due is None or due.clipped_or_stepped for due in map(due_of, members))
-        with self.waiting():
-            norms = engine.norms(early, refuses)
+        dues = [due_of(parameter) for index in early for parameter in asked[index]]
+        refuses = any(due is None or due.clipped_or_stepped for due in dues)
+        try:
+            with self.waiting():
+                norms = launched.engine.norms(early, refuses)
+        except Exception as error:
+            self._fail("the norms of gradients could not be exchanged", error)
+            raise
         if norms is None:
             return None
-        found: dict[nn.Parameter, Tensor] = {}
+        found = {}
         for index, of_message in zip(early, norms, strict=True):
-            found.update(zip(engine.members(index), of_message, strict=True))
-        return {each: norm.to(each.dtype) for each, norm in found.items() if each in wanted and each.requires_grad}
+            known = dict(zip(launched.engine.members(index), of_message, strict=True))
+            found.update({parameter: known[parameter].to(parameter.dtype) for parameter in asked[index]})
+        return found
 
     def notice_change(self) -> None:
         """Complete the first message, which tells whether some rank's parameters changed before the last pass.
@@ -260,7 +276,7 @@ class StepOverlap:
         """
         self._released = [parameter for members in self._open.values() for parameter in members]
         self._open.clear()
-        self._launched = ()
+        self._launched = None
 
     def note_reader(self, reader: str) -> None:
         """See `Owner.note_reader`."""
@@ -297,7 +313,8 @@ class StepOverlap:
         for index, parameters in members.items():
             if any(type(each) is not nn.Parameter for each in parameters):
                 engine.finish_message(index)
-        self._launched = engine.pending
+        if engine.pending:
+            self._launched = _Launched(engine, {index: members[index] for index in engine.pending})
         for index in engine.pending:
             self._open[index] = members[index]
             for each in members[index]:

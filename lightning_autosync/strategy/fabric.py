@@ -44,6 +44,7 @@ from lightning_autosync.strategy.shares.loaders import is_global
 from lightning_autosync.strategy.shares.losses import loss_weight_of
 from lightning_autosync.strategy.shares.micro_batches import check_norms
 from lightning_autosync.strategy.shares.sampler import is_distributed
+from lightning_autosync.strategy.trainer import frameworks_own
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
@@ -199,7 +200,8 @@ class AutoSyncFabricStrategy(DDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         # With a second module, ranks may complete the messages of both in different orders.
-        if norm_type == 2.0 and len(self._replicas) == 1 and getattr(self.precision, "scaler", None) is None:
+        alone = len(self._replicas) == 1
+        if norm_type == 2.0 and alone and frameworks_own(self.precision, "unscale_gradients"):
             parameters = list(self.precision.main_params(optimizer))
             norm = self._replicas[0].clip_by_norm(parameters, float(max_norm), error_if_nonfinite)
             if norm is not None:

@@ -74,25 +74,38 @@ _CLIPS = "clip_grad_by_norm"
 """Method of the frameworks' precision plugins."""
 
 
+class _ClippingReplica:
+    """Takes the place of a plugin's ``clip_grad_by_norm``: the replica clips, or the plugin if that returns None."""
+
+    def __init__(self, plugin: Any, replica: Replica) -> None:
+        self.replaced = vars(plugin).get(_CLIPS)
+        self._plugin, self._replica, self._clip = plugin, replica, getattr(plugin, _CLIPS)
+
+    def __call__(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self._replica.clip_by_norm(list(self._plugin.main_params(optimizer)), float(clip_val)) is None:
+            self._clip(optimizer, clip_val)
+
+
 def clip_by_replica(plugin: Any, replica: Replica | None) -> None:
     """Let a precision plugin clip by norm as the replica does (see `Replica.clips_norms`), or as before.
 
     Unless the replica must clip, a plugin that clips in its own way keeps doing so.
     """
-    vars(plugin).pop(_CLIPS, None)
-    clips = "never" if replica is None else replica.clips_norms
-    whose = getattr(type(plugin), _CLIPS).__module__.partition(".")[0]
-    # With a loss scaler, gradients are read and divided before they are clipped.
-    own = whose not in _FRAMEWORKS or getattr(plugin, "scaler", None) is not None
-    if replica is None or clips == "never" or (clips == "may" and own):
+    present = vars(plugin).get(_CLIPS)
+    if isinstance(present, _ClippingReplica):
+        del vars(plugin)[_CLIPS]
+        if present.replaced is not None:
+            vars(plugin)[_CLIPS] = present.replaced
+    if replica is None or replica.clips_norms == "never":
         return
-    clip_here = getattr(plugin, _CLIPS)
+    if replica.clips_norms == "must" or (_CLIPS not in vars(plugin) and frameworks_own(plugin, _CLIPS)):
+        vars(plugin)[_CLIPS] = _ClippingReplica(plugin, replica)
 
-    def clip(optimizer: Optimizer, clip_val: float) -> None:
-        if replica.clip_by_norm(list(plugin.main_params(optimizer)), float(clip_val)) is None:
-            clip_here(optimizer, clip_val)
 
-    vars(plugin)[_CLIPS] = clip
+def frameworks_own(plugin: Any, method: str) -> bool:
+    """Whether a method of a precision plugin is the framework's, and no loss scaler changes gradients before it."""
+    whose = getattr(type(plugin), method).__module__.partition(".")[0]
+    return whose in _FRAMEWORKS and getattr(plugin, "scaler", None) is None
 
 
 def put_first(trainer: Any, callback: _Callback) -> None:
@@ -105,8 +118,8 @@ def _ignore(*_: Any, **__: Any) -> None:
     pass
 
 
-_FRAMEWORKS = ("lightning", "pytorch_lightning")
-"""Packages with a Trainer."""
+_FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric")
+"""Packages with a Trainer, or with the precision plugins of Fabric."""
 
 SIGNAL_CHECK = "_broadcast_sigterm_tensor"
 """Method of the epoch loop (since Lightning 2.6) that broadcasts before every batch whether rank 0 got a SIGTERM."""

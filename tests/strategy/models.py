@@ -71,6 +71,29 @@ class SeesGradients(Plain):
         self.largest_difference = max(self.largest_difference, difference)
 
 
+class ReadsOnRankZero(Plain):
+    """Rank 0 reads its gradients before they are clipped."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 0:
+            assert all(parameter.grad is not None for parameter in self.parameters())
+
+
+class ReadsGradients(Plain):
+    """All ranks read their gradients before they are clipped."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert all(parameter.grad is not None for parameter in self.parameters())
+
+
+class SkipsBatches(Plain):
+    """Some batches have no loss, but a forward pass."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, index)
+        return None if index % 5 == 3 else loss
+
+
 class Scheduled(Plain):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)

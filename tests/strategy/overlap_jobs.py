@@ -112,14 +112,6 @@ def clipped(model: str, strategy: dict[str, Any], **arguments: Any) -> dict[str,
     return found
 
 
-class ReadsOnRankZero(models.Plain):
-    """Rank 0 reads its gradients before they are clipped."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.global_rank == 0:
-            assert all(parameter.grad is not None for parameter in self.parameters())
-
-
 class ChangesGradients(models.Plain):
     """Changes its gradients before they are clipped."""
 
