@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lightning_autosync.cli.progress import ShownProgress
 from lightning_autosync.cli.tables import FILE_WIDTH
-from lightning_autosync.lab.rehearsal.contest import Contest, SamplerRun
+from lightning_autosync.lab.rehearsal.contest import SamplerContest, SamplerRun
 from lightning_autosync.lab.rehearsal.outcome import RehearsalResult, draw, standings, table
 from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 
@@ -30,7 +30,7 @@ def rehearse(configuration: dict[str, Any], directory: Path) -> None:
     runs: list[SamplerRun] = []
     total = len(settings.pairs) * len(settings.samplers) * settings.seeds
     with ShownProgress("rehearse") as report:
-        for run, _ in Contest(settings).runs(path):
+        for run, _ in SamplerContest(settings).runs(path):
             runs.append(run)
             speedup = run.builder / float(run.incumbents[-1])
             what = f"{run.sampler}, {run.pair}, seed {run.seed}"

@@ -16,7 +16,7 @@ from lightning_autosync.hybrid.axes import Axes
 from lightning_autosync.hybrid.graph import Edge, Graph, Loose, Operator, Value, Weight, Work
 from lightning_autosync.hybrid.recording import Call, operator_paths, record
 from lightning_autosync.hybrid.signatures import HOME, class_of, feature_axis, kind_of, rules_of
-from lightning_autosync.hybrid.tracing import Node, Trace, trace
+from lightning_autosync.hybrid.tracing import Trace, TraceNode, trace
 from lightning_autosync.hybrid.validation import fingerprint
 from lightning_autosync.workload.description import title
 
@@ -78,11 +78,11 @@ def _traced(
 
 
 def _chain(module: nn.Module, calls: Sequence[Call]) -> Trace:
-    nodes: list[Node] = []
+    nodes: list[TraceNode] = []
     for index, call in enumerate(calls[1:]):
         given = call.inputs[0] if call.inputs else None
         place = feature_axis(module.get_submodule(call.path))
-        node = Node(call.path, call.path)
+        node = TraceNode(call.path, call.path)
         if given is not None:
             value = Value(tuple(given.shape), given.element_size(), 0, given.is_floating_point())
             width = given.shape[place] if given.dim() > 1 and given.is_floating_point() else 1
@@ -99,7 +99,7 @@ def _chain(module: nn.Module, calls: Sequence[Call]) -> Trace:
 
 def _operators(
     module: nn.Module,
-    nodes: Sequence[Node],
+    nodes: Sequence[TraceNode],
     calls: Sequence[Call],
     paths: Mapping[nn.Parameter, str],
     outside: Set[nn.Parameter],

@@ -46,7 +46,7 @@ def all_states(kinds: Sequence[State], dimensions: int) -> tuple[States, ...]:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ConversionTraffic:
     """Traffic of the changes between all pairs of states, per byte that the value has on a rank under data parallelism.
 
     Attributes:
@@ -64,7 +64,7 @@ class Traffic:
 @cache
 def traffic(
     mesh: tuple[int, ...], sources: tuple[States, ...], goals: tuple[States, ...], has_samples: bool
-) -> Traffic:
+) -> ConversionTraffic:
     """The traffic of changes of layout.
 
     Args:
@@ -86,7 +86,7 @@ def traffic(
                         place = i, j, dimension, COLLECTIVES.index(collective)
                         found[which][place] += payload * sent(collective, ranks)
                         found[which + 2][place] += 1
-    return Traffic(*found)
+    return ConversionTraffic(*found)
 
 
 def local_size(states: States, mesh: Sequence[int], has_samples: bool) -> float:

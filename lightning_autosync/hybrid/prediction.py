@@ -47,7 +47,7 @@ Pass = Literal["forward", "backward", "gradients"]
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """Bytes that each rank sends in a step, in one phase, along some dimensions, by one kind of collective.
 
     Attributes:
@@ -74,7 +74,7 @@ class HybridPrediction:
     """
 
     costs: Costs
-    sent: tuple[Sent, ...]
+    sent: tuple[SentBytes, ...]
     settings: Settings
     stages: tuple[MemoryStage, ...]
 
@@ -182,7 +182,7 @@ class _Predictor:
             self._sum(tuple(range(len(self._plan.mesh))), trained)
         for index in self._graph.outputs:
             self._change(self._graph.operators[index].output, self._handed[index], self._home)
-        sent = tuple(Sent(*key, size) for key, size in self._sent.items() if size)
+        sent = tuple(SentBytes(*key, size) for key, size in self._sent.items() if size)
         return HybridPrediction(self._total, sent, self._costs.settings, tuple(self._stages))
 
     def _hold(self, operator: Operator, layer: LayerPlan, costs: Costs, brought: float) -> None:

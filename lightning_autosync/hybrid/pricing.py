@@ -102,7 +102,7 @@ class Pricing:
 
 
 @dataclass(frozen=True)
-class Timing:
+class CollectiveTiming:
     """A measurement of a collective with all groups active at once.
 
     Attributes:
@@ -137,7 +137,7 @@ def hops(kind: Collective, ranks: int, pairwise_sums: bool) -> int:
     return (2 if kind == "all_reduce" else 1) * (ranks - 1)
 
 
-def fit_rate(timings: Sequence[Timing]) -> CollectiveRate:
+def fit_rate(timings: Sequence[CollectiveTiming]) -> CollectiveRate:
     """Fit the rate of one kind of collective: non-negative least squares of relative errors.
 
     Raises:

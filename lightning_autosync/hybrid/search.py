@@ -28,7 +28,7 @@ _SHARES = (1.0, 0.8, 0.6)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class HybridCandidate:
     """A plan and its predicted costs.
 
     Attributes:
@@ -56,12 +56,12 @@ class Found:
             None if no mesh allows it.
     """
 
-    plans: tuple[Candidate, ...]
-    data_parallel: Candidate
-    megatron: Candidate | None
+    plans: tuple[HybridCandidate, ...]
+    data_parallel: HybridCandidate
+    megatron: HybridCandidate | None
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> HybridCandidate:
         return self.plans[0]
 
 
@@ -148,7 +148,7 @@ class _Search:
         megatron_plan = self._candidate(alternations[0]) if alternations else None
         return Found(tuple(self._best(chosen, data_parallel)), data_parallel, megatron_plan)
 
-    def _best(self, chosen: Sequence[_Choice], data_parallel: Candidate) -> list[Candidate]:
+    def _best(self, chosen: Sequence[_Choice], data_parallel: HybridCandidate) -> list[HybridCandidate]:
         """The best distinct plans, including data parallelism: those that fit, or the first if none fits."""
         found = {data_parallel.plan.fingerprint: data_parallel} if self._fits(data_parallel) else {}
         for choice in chosen:
@@ -170,11 +170,11 @@ class _Search:
         pricing = Pricing(mesh, self._ranks, self._links, self._rates)
         return tables(self._structure, LayerCosts(pricing, self._settings))
 
-    def _fits(self, choice: _Choice | Candidate) -> bool:
+    def _fits(self, choice: _Choice | HybridCandidate) -> bool:
         return self._memory is None or choice.memory <= self._memory
 
-    def _candidate(self, choice: _Choice) -> Candidate:
-        return Candidate(choice.plan, choice.seconds, choice.memory, choice.costs, choice.origin)
+    def _candidate(self, choice: _Choice) -> HybridCandidate:
+        return HybridCandidate(choice.plan, choice.seconds, choice.memory, choice.costs, choice.origin)
 
     def _descents(self, on_mesh: Tables, megatron: Sequence[int] | None) -> Iterator[tuple[int, ...]]:
         # Costs that add up tell memory about, so what descents find to fit may need more, and the other way round.

@@ -21,7 +21,7 @@ _Key = tuple["int | None", "int | None", "int | None"]
 
 
 @dataclass(frozen=True)
-class Flow:
+class LayoutFlow:
     """Values that layers of one choice hand to layers of another choice.
 
     Attributes:
@@ -61,7 +61,7 @@ class Structure:
     graph: Graph
     layers: tuple[tuple[int, ...], ...]
     values: tuple[tuple[int, ...], ...]
-    flows: tuple[Flow, ...]
+    flows: tuple[LayoutFlow, ...]
     layer_of: tuple[int | None, ...]
     value_of: tuple[int | None, ...]
     units: tuple[int, ...]
@@ -202,7 +202,7 @@ class _Builder:
             found += self._after(taker) if taker in self._alias else [taker]
         return found
 
-    def _flows(self, value_of: list[int | None]) -> Iterable[Flow]:
+    def _flows(self, value_of: list[int | None]) -> Iterable[LayoutFlow]:
         edges: dict[_Key, list[tuple[int | None, Edge]]] = defaultdict(list)
         for index, operator in enumerate(self._operators):
             for edge in () if operator.is_join else operator.inputs:
@@ -212,7 +212,7 @@ class _Builder:
             edges[self._key(index, None, value_of)].append((None, Edge(index, self._operators[index].output)))
         for (source, value, target), carried in edges.items():
             makers = {maker: None for _, edge in carried for maker in self._makers(edge.source)}
-            yield Flow(source, value, target, tuple(makers), tuple(carried))
+            yield LayoutFlow(source, value, target, tuple(makers), tuple(carried))
 
     def _key(self, source: int, target: int | None, value_of: list[int | None]) -> _Key:
         value = value_of[source]

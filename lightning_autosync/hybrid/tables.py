@@ -23,7 +23,7 @@ from lightning_autosync.hybrid.cost import (
 )
 from lightning_autosync.hybrid.graph import INPUT, Operator, Weight
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan, Layout, Signature
-from lightning_autosync.hybrid.structure import Flow, Structure
+from lightning_autosync.hybrid.structure import LayoutFlow, Structure
 
 _Item = TypeVar("_Item")
 ILLEGAL = 1e6
@@ -194,7 +194,7 @@ class _Builder:
         found[illegal[self._makes(number, self._operators[makers[0]])], BOXING_FORWARD] += ILLEGAL
         return found
 
-    def _handed_to_taken(self, flow: Flow) -> Costs:
+    def _handed_to_taken(self, flow: LayoutFlow) -> Costs:
         """[layouts, alternatives, COSTS] costs of bringing a flow's tensors to the target, each tensor once."""
         if flow.target is None:
             found = numpy.zeros((len(self._handed), 1, COSTS))
@@ -222,7 +222,7 @@ class _Builder:
         for layer, some in makers.items():
             self._add(layer, self._tables.layers + number, self._made_to_handed(layer, some))
 
-    def _add_lone_flow(self, index: int, flow: Flow) -> None:
+    def _add_lone_flow(self, index: int, flow: LayoutFlow) -> None:
         """Add a flow to a single consumer; its best layout is determined here instead of being a choice."""
         assert flow.source is not None
         made, taken = self._made_to_handed(flow.source, flow.makers), self._handed_to_taken(flow)
@@ -237,7 +237,7 @@ class _Builder:
         else:
             self._add(flow.source, flow.target, costs)
 
-    def _add_shared_flow(self, flow: Flow) -> None:
+    def _add_shared_flow(self, flow: LayoutFlow) -> None:
         assert flow.value is not None
         value, costs = self._tables.layers + flow.value, self._handed_to_taken(flow)
         if flow.target is None:

@@ -19,7 +19,7 @@ from lightning_autosync.hybrid.signatures import feature_axis
 
 
 @dataclass
-class Node:
+class TraceNode:
     """A call of an operator or, without a path, a join of several results or an operation on whole values.
 
     Attributes:
@@ -51,7 +51,7 @@ class Trace:
             layout it is used.
     """
 
-    nodes: list[Node]
+    nodes: list[TraceNode]
     outputs: tuple[int, ...]
     loose: Mapping[str, int]
 
@@ -87,7 +87,7 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 class _Tracer:
     def __init__(self, module: nn.Module, exported: torch.export.ExportedProgram) -> None:
         self._module = module
-        self._nodes: list[Node] = []
+        self._nodes: list[TraceNode] = []
         self._flows: dict[fx.Node, _Flow] = {}
         self._calls: dict[str, int] = {}
         self._within: dict[fx.Node, int] = {}
@@ -155,7 +155,7 @@ class _Tracer:
         batch = moving[0].axes.batch
         axes = Axes(batch if batch is not None and batch < len(shape) else None, mixed=True)
         self._nodes.append(
-            Node(None, self._place(node), edges, _value(node, _Flow(None, axes, shape)), axes, is_home=True)
+            TraceNode(None, self._place(node), edges, _value(node, _Flow(None, axes, shape)), axes, is_home=True)
         )
         return _Flow(len(self._nodes) - 1, axes, shape)
 
@@ -180,7 +180,7 @@ class _Tracer:
         for flow in moving:
             self._note_parts(flow)
         self._nodes.append(
-            Node(None, self._place(node), list(edges.values()), _value(node, _Flow(None, axes, shape)), axes)
+            TraceNode(None, self._place(node), list(edges.values()), _value(node, _Flow(None, axes, shape)), axes)
         )
         return len(self._nodes) - 1
 
@@ -196,7 +196,7 @@ class _Tracer:
         """Add an operation of an operator; the output of its last operation is taken as the operator's output."""
         if call not in self._calls:
             self._calls[call] = len(self._nodes)
-            self._nodes.append(Node(path, path))
+            self._nodes.append(TraceNode(path, path))
         index = self._calls[call]
         operator, module = self._nodes[index], self._module.get_submodule(path)
         for argument in node.all_input_nodes:
@@ -226,7 +226,7 @@ class _Tracer:
         self._within[node] = index
         return flow
 
-    def _take_constant(self, operator: Node, module: nn.Module, argument: fx.Node) -> None:
+    def _take_constant(self, operator: TraceNode, module: nn.Module, argument: fx.Node) -> None:
         """Treat constant indices of an embedding as if they were part of the model's input."""
         shape = self._flows[argument].shape
         if not isinstance(module, nn.Embedding) or self._flows[argument].parameter is not None:

@@ -21,7 +21,7 @@ from lightning_autosync.hybrid.cost import (
     Settings,
 )
 from lightning_autosync.hybrid.graph import Graph
-from lightning_autosync.hybrid.prediction import HybridPrediction, Sent, peak_bytes, predict
+from lightning_autosync.hybrid.prediction import HybridPrediction, SentBytes, peak_bytes, predict
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.report.figures.hybrid import mesh_picture
 from lightning_autosync.report.rendering import milliseconds
@@ -55,7 +55,7 @@ class HybridPredictionResult(Result):
     step_seconds: float
     seconds: dict[str, float]
     bytes: float
-    sent: tuple[Sent, ...]
+    sent: tuple[SentBytes, ...]
     memory: dict[str, float]
 
     def figures(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from lightning_autosync.errors import AutoSyncError, EquivalenceError, PeerLost,
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.compiled import Uncompiled, takes_home_values
-from lightning_autosync.hybrid.execution.equivalence import Task
+from lightning_autosync.hybrid.execution.equivalence import ComparedStep
 from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.ports import PortRange
@@ -293,7 +293,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         """This rank's first batch; an error if any rank has none."""
         return agree(lambda: FirstBatch(trainer, self, self.combined_loader), lambda _: {})
 
-    def _first_that_is_right(self, choice: Choice, task: Task, trainer: Any) -> SplitReplica | None:
+    def _first_that_is_right(self, choice: Choice, task: ComparedStep, trainer: Any) -> SplitReplica | None:
         """A replica for the first plan that passes the check; None if none does. A plan of the user must pass."""
         require_equal_structures(self._plain)  # broadcasts of unlike tensors end the process
         self._refuse_loss_scaling()
@@ -319,7 +319,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             )
         return None
 
-    def _task(self, trainer: Any, first: FirstBatch | None) -> Task:
+    def _task(self, trainer: Any, first: FirstBatch | None) -> ComparedStep:
         assert first is not None
 
         def optimizers() -> Sequence[Optimizer]:
@@ -327,7 +327,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             made: list[Optimizer] = list(self.optimizers)
             return made
 
-        return Task(first.step, optimizers, first.batch, first.narrowed)
+        return ComparedStep(first.step, optimizers, first.batch, first.narrowed)
 
     def _compile_again(self, uncompiled: Uncompiled, replica: SplitReplica | None) -> None:
         split = set() if replica is None else replica.split.operators

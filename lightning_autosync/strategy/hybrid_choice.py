@@ -11,7 +11,7 @@ from lightning_autosync.errors import AutoSyncError, PlanError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import BACKWARD, SYNCHRONIZATION
-from lightning_autosync.hybrid.search import Candidate, Found, search
+from lightning_autosync.hybrid.search import Found, HybridCandidate, search
 from lightning_autosync.plan.builders.default import shards_time
 from lightning_autosync.strategy.choice import LEAST_GAIN
 from lightning_autosync.strategy.first_batch import FirstBatch
@@ -117,7 +117,7 @@ def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, n
     return Choice(split, f"it takes {times}", fits, notes, needs)
 
 
-def _data_parallel_seconds(plain: Candidate, cluster: ClusterSpec) -> float:
+def _data_parallel_seconds(plain: HybridCandidate, cluster: ClusterSpec) -> float:
     """Seconds of a data-parallel step with the engine, which may use uneven links better than an all-reduce."""
     if len(cluster.nodes) == 1:
         return plain.step_seconds

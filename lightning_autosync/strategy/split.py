@@ -18,7 +18,7 @@ from lightning_autosync.engine.collectives import BufferBroadcast, gather_json
 from lightning_autosync.errors import AutoSyncError, PeerLost
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.checkpoint import make_whole
-from lightning_autosync.hybrid.execution.equivalence import Task, expect, untested, verify
+from lightning_autosync.hybrid.execution.equivalence import ComparedStep, expect, untested, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings, clip_gradients
 from lightning_autosync.hybrid.execution.split_model import SplitModel
@@ -52,7 +52,7 @@ class SplitReplica(Replica):
     """
 
     def __init__(
-        self, module: nn.Module, plan: HybridPlan, settings: StrategySettings, task: Task, source: str
+        self, module: nn.Module, plan: HybridPlan, settings: StrategySettings, task: ComparedStep, source: str
     ) -> None:
         self.hybrid_plan = plan
         self._optimizers: Sequence[Optimizer] = ()

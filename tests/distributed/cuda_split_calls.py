@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autosync.hybrid.execution.activation import bring_home
-from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
+from lightning_autosync.hybrid.execution.equivalence import ComparedStep, expect, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction, clip_gradients
 from lightning_autosync.hybrid.execution.split_model import SplitModel
@@ -92,7 +92,7 @@ def compared(device: str) -> dict[str, Any]:
     columns = tuple(layer.model_copy(update={"signature": ("col",), "output": None}) for layer in plan.layers)
     plan = plan.model_copy(update={"layers": columns})
     inputs, labels = (part.to(device) for part in make_batch("mlp", PART * size, dist.get_rank()))
-    task = Task(lambda: F.cross_entropy(module(inputs), labels), lambda: [sgd(module)], (inputs, labels))
+    task = ComparedStep(lambda: F.cross_entropy(module(inputs), labels), lambda: [sgd(module)], (inputs, labels))
     split = SplitModel(module, plan, LiveMesh(plan))
     expected = expect(split, task)
     split.split()

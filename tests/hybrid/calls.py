@@ -16,7 +16,7 @@ from hybrid.plans import draw_plan
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
-from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
+from lightning_autosync.hybrid.execution.equivalence import ComparedStep, expect, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh, mesh_groups
 from lightning_autosync.hybrid.execution.reduction import GradientReduction, clip_gradients
 from lightning_autosync.hybrid.execution.split_model import SplitModel
@@ -102,7 +102,7 @@ def check(model: str, fault: str | None = None, optimizer: str = "adamw") -> str
     rewrite = nullcontext() if fault is None else FAULTS[fault][1](module)
     inputs, labels = make_batch(model, 4 * SAMPLES, 3)
     rows = slice(SAMPLES * dist.get_rank(), SAMPLES * (dist.get_rank() + 1))
-    task = Task(
+    task = ComparedStep(
         lambda: loss_of(module, inputs[rows], labels[rows]),
         lambda: [OPTIMIZERS[optimizer](module.parameters())],
         (inputs[rows], labels[rows]),
@@ -111,7 +111,7 @@ def check(model: str, fault: str | None = None, optimizer: str = "adamw") -> str
         return _refusal(module, plan, task)
 
 
-def _refusal(module: nn.Module, plan: HybridPlan, task: Task) -> str:
+def _refusal(module: nn.Module, plan: HybridPlan, task: ComparedStep) -> str:
     """What the check before training says; empty if it accepts."""
     split = SplitModel(module, plan, LiveMesh(plan, members=range(4)))
     try:
@@ -146,7 +146,7 @@ def check_failing(case: str) -> dict[str, Any]:
     def optimizers() -> list[Optimizer]:
         return [Failing(module.parameters(), lr=0.1) if case == "optimizer" else SGD(module.parameters(), lr=0.1)]
 
-    told = _refusal(module, plan, Task(step, optimizers, batch))
+    told = _refusal(module, plan, ComparedStep(step, optimizers, batch))
     now = list(module.parameters())
     return {"told": told, "changed": sum(not torch.equal(a, b) for a, b in zip(before, now, strict=True))}
 
@@ -161,7 +161,7 @@ def check_kept() -> str:
     kept = AdamW(module.parameters(), lr=0.1)
     loss_of(module, *make_batch("dropping", SAMPLES, 0)).backward()
     kept.step()
-    return _refusal(module, plan, Task(lambda: loss_of(module, *batch), lambda: [kept], batch))
+    return _refusal(module, plan, ComparedStep(lambda: loss_of(module, *batch), lambda: [kept], batch))
 
 
 class Unlike(nn.Module):
@@ -194,7 +194,7 @@ def check_dtypes(dtype: str, odd: int | None = None, trains: bool = False) -> st
     module, batch = Unlike(real, trains), make_batch("mlp", SAMPLES, dist.get_rank(), real)
     if dist.get_rank() == odd:
         module.table.data += 1
-    task = Task(lambda: loss_of(module, *batch), lambda: [SGD(module.parameters(), lr=0.1)], batch)
+    task = ComparedStep(lambda: loss_of(module, *batch), lambda: [SGD(module.parameters(), lr=0.1)], batch)
     return _refusal(module, plan, task)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hybrid.models import HEADS
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution import boxing, collectives, operators, random_streams, reduction, split_model
-from lightning_autosync.hybrid.execution.shards import Shard
+from lightning_autosync.hybrid.execution.shards import ParameterShard
 
 Fault = Callable[[nn.Module], Any]
 """Makes a context in which the module is rewritten wrongly."""
@@ -92,20 +92,20 @@ def _take_transposed(real: Any) -> Any:
 
 
 def _next_block(real: Any) -> Any:
-    def at(self: Shard, coordinates: Any, sizes: Any) -> Shard:
+    def at(self: ParameterShard, coordinates: Any, sizes: Any) -> ParameterShard:
         found = real(self, coordinates, sizes)
         weights = len(found.shape) == 2
         cuts = [cut._replace(block=(cut.block + weights) % cut.blocks) for cut in found.cuts]
-        return Shard(found.shape, tuple(cuts))
+        return ParameterShard(found.shape, tuple(cuts))
 
     return at
 
 
 def _inner_first(real: Any) -> Any:
-    def at(self: Shard, coordinates: Any, sizes: Any) -> Shard:
+    def at(self: ParameterShard, coordinates: Any, sizes: Any) -> ParameterShard:
         # Reversed for all, it would be right again.
         cuts = [cut._replace(dimensions=cut.dimensions[::-1]) if cut.axis == 0 else cut for cut in self.cuts]
-        return real(Shard(self.shape, tuple(cuts)), coordinates, sizes)
+        return real(ParameterShard(self.shape, tuple(cuts)), coordinates, sizes)
 
     return at
 
@@ -201,9 +201,9 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         "dropping",
         _patched(collectives, "exchange", lambda real: lambda blocks, line: real(blocks, line).flip(0)),
     ),
-    "transposed shard": ("dropping", _patched(Shard, "take", _take_transposed)),
-    "weights of the next rank": ("dropping", _patched(Shard, "at", _next_block)),
-    "two cuts of one axis in the wrong order": ("dropping", _patched(Shard, "at", _inner_first)),
+    "transposed shard": ("dropping", _patched(ParameterShard, "take", _take_transposed)),
+    "weights of the next rank": ("dropping", _patched(ParameterShard, "at", _next_block)),
+    "two cuts of one axis in the wrong order": ("dropping", _patched(ParameterShard, "at", _inner_first)),
     "queries, keys and values cut as one": (
         "dropping",
         _patched(split_model, "_parts", lambda real: lambda *_: 1),

@@ -86,14 +86,6 @@ class ReadsGradients(Plain):
         assert all(parameter.grad is not None for parameter in self.parameters())
 
 
-class SkipsBatches(Plain):
-    """Some batches have no loss, but a forward pass."""
-
-    def training_step(self, batch: Any, index: int) -> Tensor | None:  # type: ignore[override]
-        loss = super().training_step(batch, index)
-        return None if index % 5 == 3 else loss
-
-
 class Scheduled(Plain):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autosync.errors import PlanError
-from lightning_autosync.hybrid.execution.shards import Shard
+from lightning_autosync.hybrid.execution.shards import ParameterShard
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
 
 
@@ -116,18 +116,18 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _shards(split: SplitModel, optimizer: Optimizer) -> Iterator[Shard]:
+def _shards(split: SplitModel, optimizer: Optimizer) -> Iterator[ParameterShard]:
     parts = shards_of(split)
     for parameter in _parameters(optimizer):
-        yield parts.get(parameter) or Shard(tuple(parameter.shape))
+        yield parts.get(parameter) or ParameterShard(tuple(parameter.shape))
 
 
-def shards_of(split: SplitModel | None) -> dict[Tensor, Shard]:
+def shards_of(split: SplitModel | None) -> dict[Tensor, ParameterShard]:
     """The position of this rank's part of each parameter; empty without a split model."""
     return {} if split is None else {part.parameter: part.shard for part in split.parts.values()}
 
 
-def is_part(key: str, value: Any, shard: Shard) -> bool:
+def is_part(key: str, value: Any, shard: ParameterShard) -> bool:
     """Whether an entry of an optimizer's state is cut, as its parameter is.
 
     Raises:
@@ -143,11 +143,11 @@ def is_part(key: str, value: Any, shard: Shard) -> bool:
     return True
 
 
-def _whole(split: SplitModel, key: str, value: Any, shard: Shard) -> Any:
+def _whole(split: SplitModel, key: str, value: Any, shard: ParameterShard) -> Any:
     return split.whole(value, shard) if is_part(key, value, shard) else value
 
 
-def _cut(name: str, value: Any, shard: Shard | None) -> Any:
+def _cut(name: str, value: Any, shard: ParameterShard | None) -> Any:
     cut = isinstance(value, Tensor) and shard is not None and shard.cuts and tuple(value.shape) == shard.shape
     return shard.take(value) if cut and shard is not None else value
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Task:
+class ComparedStep:
     """A training step for the comparison.
 
     Attributes:
@@ -86,7 +86,7 @@ class Expectation:
         return math.sqrt(sum(norm**2 for norm in self.norms.values()))
 
 
-def expect(split: SplitModel, task: Task) -> Expectation:
+def expect(split: SplitModel, task: ComparedStep) -> Expectation:
     """Run a step of the unsplit module, and restore the module; collective.
 
     Raises:
@@ -135,7 +135,7 @@ def _note_gradients(
                 found.updates[name] = update
 
 
-def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected: Expectation) -> None:
+def verify(split: SplitModel, reduction: GradientReduction, task: ComparedStep, expected: Expectation) -> None:
     """Compare a step of the split model with the expectation, and restore the model; collective.
 
     It uses up the expected gradients.
@@ -189,7 +189,7 @@ def _is_negligible(name: str, dtype: torch.dtype, expected: Expectation) -> bool
     return expected.norms.get(name, 0.0) <= _tolerance(dtype, expected) * _small(dtype, expected) * expected.norm
 
 
-def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = None) -> float:
+def _run(split: SplitModel, task: ComparedStep, reduction: GradientReduction | None = None) -> float:
     """Run one step without dropout; returns the loss and leaves the gradients in the parameters."""
     # A rank without a loss must not leave the others alone in the collectives that follow.
     loss = _together(lambda: _loss(split, task), split)
@@ -197,7 +197,7 @@ def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = No
     return float(loss.detach())
 
 
-def _loss(split: SplitModel, task: Task) -> Tensor:
+def _loss(split: SplitModel, task: ComparedStep) -> Tensor:
     with WithoutDropout(split.module), split.forward(task.batch, number=_PASS):
         loss = bring_home(task.step())
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

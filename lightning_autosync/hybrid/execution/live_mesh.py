@@ -18,7 +18,7 @@ from lightning_autosync.hybrid.plan import HybridPlan
 
 
 @dataclass(frozen=True)
-class Line:
+class MeshLine:
     """The ranks along one dimension of a mesh that include this rank.
 
     Attributes:
@@ -54,7 +54,7 @@ class LiveMesh:
         self.sizes: tuple[int, ...] = plan.mesh
         self.coordinates = plan.coordinates(self.rank)
         self._plan = plan
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, MeshLine] = {}
 
     @property
     def dimensions(self) -> tuple[int, ...]:
@@ -88,12 +88,12 @@ class LiveMesh:
     def _place(self, dimensions: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(self.members[rank] for rank in self.peers(dimensions)))
 
-    def line(self, dimension: int) -> Line:
+    def line(self, dimension: int) -> MeshLine:
         """The ranks along a dimension that include this rank."""
         if dimension not in self._lines:
             members = [self.members[rank] for rank in self.peers((dimension,))]
             order = tuple(self._place((dimension,)).index(member) for member in members)
-            self._lines[dimension] = Line(
+            self._lines[dimension] = MeshLine(
                 self.group((dimension,)),
                 self.sizes[dimension],
                 None if order == tuple(range(len(order))) else order,

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.execution.checkpoint import SavedCuts, is_part, load_model_state, shards_of
-from lightning_autosync.hybrid.execution.shards import Chunk, Shard
+from lightning_autosync.hybrid.execution.shards import ElementBox, ParameterShard
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 
@@ -40,10 +40,10 @@ class ShardedTensorView(Tensor):
     """
 
     _part: Tensor
-    _chunks: list[Chunk]
+    _chunks: list[ElementBox]
 
     @staticmethod
-    def __new__(cls, part: Tensor, shard: Shard) -> ShardedTensorView:
+    def __new__(cls, part: Tensor, shard: ParameterShard) -> ShardedTensorView:
         made: ShardedTensorView = Tensor._make_wrapper_subclass(cls, shard.shape, dtype=part.dtype, device=part.device)
         made._part, made._chunks = part, list(shard.chunks())
         return made
@@ -74,7 +74,7 @@ class ShardedTensorView(Tensor):
         raise TypeError(f"{func}: this tensor has no data; it only describes a rank's part of a checkpoint")
 
 
-def _stored(chunk: Chunk) -> ChunkStorageMetadata:
+def _stored(chunk: ElementBox) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
 
 
@@ -188,7 +188,7 @@ def _model_tensors(state: Mapping[str, Any], split: SplitModel | None) -> dict[s
 
 
 def _optimizer_tensors(
-    number: int, module: nn.Module, optimizer: Optimizer, shards: Mapping[Tensor, Shard]
+    number: int, module: nn.Module, optimizer: Optimizer, shards: Mapping[Tensor, ParameterShard]
 ) -> dict[str, Any]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     found: dict[str, Any] = {}
@@ -205,7 +205,7 @@ def _make_states(
     number: int,
     module: nn.Module,
     optimizer: Optimizer,
-    shards: Mapping[Tensor, Shard],
+    shards: Mapping[Tensor, ParameterShard],
     stored: Mapping[str, Any],
 ) -> None:
     """Create zero tensors for all stored states that an optimizer lacks, because loading works in place."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """The cut of one axis.
 
     Attributes:
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
     blocks: int
 
 
-class Chunk(NamedTuple):
+class ElementBox(NamedTuple):
     """A box of elements.
 
     Attributes:
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterShard:
     """A rank's part of a tensor.
 
     Attributes:
@@ -54,7 +54,7 @@ class Shard:
     """
 
     shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[AxisCut, ...] = ()
 
     @property
     def dimensions(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Shard:
         for chunk in self.chunks():
             _box(whole, chunk.offsets, chunk.sizes).copy_(_box(part, chunk.local, chunk.sizes))
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[ElementBox]:
         """The boxes that make up the rank's part."""
         runs: list[list[tuple[int, int, int]]] = [[(0, 0, size)] for size in self.shape]
         for cut in self.cuts:
@@ -95,9 +95,9 @@ class Shard:
             runs[cut.axis] = [(at * part + cut.block * size, at * size, size) for at in range(cut.parts)]
         for run in product(*runs):
             offsets, local, sizes = zip(*run, strict=True) if run else ((), (), ())
-            yield Chunk(tuple(offsets), tuple(local), tuple(sizes))
+            yield ElementBox(tuple(offsets), tuple(local), tuple(sizes))
 
-    def at(self, coordinates: tuple[int, ...], sizes: tuple[int, ...]) -> Shard:
+    def at(self, coordinates: tuple[int, ...], sizes: tuple[int, ...]) -> ParameterShard:
         """The shard of the same tensor on the rank with other coordinates."""
         cuts = []
         for cut in self.cuts:
@@ -105,7 +105,7 @@ class Shard:
             for k in cut.dimensions:
                 block = block * sizes[k] + coordinates[k]
             cuts.append(cut._replace(block=block))
-        return Shard(self.shape, tuple(cuts))
+        return ParameterShard(self.shape, tuple(cuts))
 
 
 def _box(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

@@ -21,7 +21,7 @@ from lightning_autosync.hybrid.execution.functions.operands import OWN
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.operators import split_operator
 from lightning_autosync.hybrid.execution.random_streams import RandomStreams
-from lightning_autosync.hybrid.execution.shards import Cut, Shard
+from lightning_autosync.hybrid.execution.shards import AxisCut, ParameterShard
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.signatures import kind_of, rules_of
 from lightning_autosync.hybrid.validation import check_plan
@@ -41,7 +41,7 @@ class Part:
 
     name: str
     parameter: nn.Parameter
-    shard: Shard
+    shard: ParameterShard
     replicas: tuple[int, ...]
 
 
@@ -134,7 +134,7 @@ class SplitModel:
                 handle.remove()
         self._operators.clear()
 
-    def whole(self, local: Tensor, shard: Shard) -> Tensor:
+    def whole(self, local: Tensor, shard: ParameterShard) -> Tensor:
         """[shape] the whole tensor from the ranks' parts [local shape]; collective among ranks with different parts."""
         gathered = local
         found = local.new_empty(shard.shape) if shard.cuts else local
@@ -162,7 +162,7 @@ class SplitModel:
         sizes, coordinates = self.mesh.sizes, self.mesh.coordinates
         found = {}
         for name, parameter in self.module.named_parameters():
-            shard, replicas = Shard(tuple(parameter.shape)), set[int]()
+            shard, replicas = ParameterShard(tuple(parameter.shape)), set[int]()
             for layer, own, module in uses[parameter]:
                 replicas |= {k for k in range(len(sizes)) if layer is None or layer.signature[k] == "dp"}
                 if layer is not None:
@@ -171,7 +171,9 @@ class SplitModel:
             found[name] = Part(name, parameter, shard, tuple(sorted(replicas - set(shard.dimensions))))
         return found
 
-    def _check_other_uses(self, name: str, shard: Shard, uses: list[tuple[LayerPlan | None, str, nn.Module]]) -> None:
+    def _check_other_uses(
+        self, name: str, shard: ParameterShard, uses: list[tuple[LayerPlan | None, str, nn.Module]]
+    ) -> None:
         if shard.cuts and any(layer is None for layer, _, _ in uses):
             other = next(type(module).__name__ for layer, _, module in uses if layer is None)
             raise PlanError(
@@ -275,7 +277,7 @@ def _refuse_differences(found: list[Any], names: list[str]) -> None:
     )
 
 
-def _shard(module: nn.Module, layer: LayerPlan, name: str, parameter: Tensor, sizes: tuple[int, ...]) -> Shard:
+def _shard(module: nn.Module, layer: LayerPlan, name: str, parameter: Tensor, sizes: tuple[int, ...]) -> ParameterShard:
     """The first rank's part of a parameter."""
     rules = rules_of(module)
     by_axis: dict[int, list[int]] = defaultdict(list)
@@ -286,8 +288,8 @@ def _shard(module: nn.Module, layer: LayerPlan, name: str, parameter: Tensor, si
     cuts = []
     for axis, dimensions in by_axis.items():
         blocks = prod(sizes[k] for k in dimensions)
-        cuts.append(Cut(axis, _parts(module, layer, name, axis), tuple(dimensions), 0, blocks))
-    return Shard(tuple(parameter.shape), tuple(cuts))
+        cuts.append(AxisCut(axis, _parts(module, layer, name, axis), tuple(dimensions), 0, blocks))
+    return ParameterShard(tuple(parameter.shape), tuple(cuts))
 
 
 def _parts(module: nn.Module, layer: LayerPlan, name: str, axis: int) -> int:

@@ -121,7 +121,7 @@ def _check_source(run: SamplerRun, settings: RehearsalSettings, path: Path) -> N
         )
 
 
-class Contest:
+class SamplerContest:
     """Runs samplers. Worlds and source studies are made once."""
 
     def __init__(self, settings: RehearsalSettings) -> None:
@@ -214,7 +214,7 @@ class Contest:
             enqueue(study, world.space, world.space.baselines(), BASELINE)
             settings = self._settings.model_copy(update={"budget": self._settings.source_budget})
             run = SamplerRun(pair, "source", -1, [], [], [], 0.0, world.best_builder(), [])
-            contest = Contest(settings)
+            contest = SamplerContest(settings)
             contest._play(study, world, world.space, run)
             self._sources[pair] = study
         return self._sources[pair]

@@ -13,7 +13,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, sent
 from lightning_autosync.hybrid.mesh import Links, near_order, shapes
 from lightning_autosync.hybrid.plan import groups_along
-from lightning_autosync.hybrid.pricing import Timing, fit_rate, hops, wire_seconds
+from lightning_autosync.hybrid.pricing import CollectiveTiming, fit_rate, hops, wire_seconds
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.measure.hybrid import rate_calls
 from lightning_autosync.measure.session import MeasurementSession
@@ -35,7 +35,7 @@ def calibrate(session: MeasurementSession, cluster: ClusterSpec) -> HybridRates:
         ClusterError: the rates of the links are unknown.
     """
     links, ranks = Links(cluster), near_order(cluster)
-    timings: dict[Collective, list[Timing]] = defaultdict(list)
+    timings: dict[Collective, list[CollectiveTiming]] = defaultdict(list)
     # One mesh for each number of dimensions suffices: together they have small groups and the group of all ranks.
     for mesh in {len(shape): shape for shape in shapes(cluster.world_size)}.values():
         _log.info("measuring collectives on a mesh of %s", " x ".join(map(str, mesh)))
@@ -49,7 +49,7 @@ def calibrate(session: MeasurementSession, cluster: ClusterSpec) -> HybridRates:
 
 def _timings(
     session: MeasurementSession, links: Links, mesh: tuple[int, ...], ranks: Sequence[int]
-) -> list[tuple[Collective, Timing]]:
+) -> list[tuple[Collective, CollectiveTiming]]:
     by_rank = session.run(
         rate_calls.collective_seconds, mesh=mesh, places=list(ranks), sizes=SIZES, repetitions=REPETITIONS
     )
@@ -58,7 +58,7 @@ def _timings(
         dimension, kind, payload, _ = measured[0]
         pace = links.pace(groups_along(array, (dimension,)))
         bytes_sent = payload * sent(kind, mesh[dimension])
-        timing = Timing(
+        timing = CollectiveTiming(
             mesh[dimension],
             bytes_sent,
             bytes_sent * framing * wire_seconds(kind, pace, pairwise_sums=True),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autosync.hybrid.execution import collectives
-from lightning_autosync.hybrid.execution.live_mesh import Line, LiveMesh
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh, MeshLine
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 
 _WORDS = 4
@@ -53,7 +53,7 @@ def collective_seconds(
     return found
 
 
-_CALLS: dict[str, Callable[[Tensor, Line], Tensor]] = {
+_CALLS: dict[str, Callable[[Tensor, MeshLine], Tensor]] = {
     "all_gather": collectives.gather,
     "reduce_scatter": collectives.scatter,
     "all_reduce": collectives.total,

@@ -14,7 +14,7 @@ from lightning_autosync.relaxed.transport.messages import Mail
 from lightning_autosync.relaxed.transport.payload import Part, pack, unpack
 
 
-class Node:
+class ServerNode:
     """One worker's view of its node, without communication. The lowest active rank is the leader.
 
     Args:
@@ -104,7 +104,7 @@ class NodeExchange:
         shards: Mapping[int, Shard],
         of: Mapping[int, Sequence[Shard]],
     ) -> None:
-        self._rank, self._node = rank, Node(rank, members)
+        self._rank, self._node = rank, ServerNode(rank, members)
         self._rpc, self._pulled, self._model, self._shards, self._of = rpc, pulled, model, shards, of
         self._told = False
         rpc.handlers |= {"node.push": self._take_push, "node.finish": self._take_finish}

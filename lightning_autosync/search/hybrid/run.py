@@ -25,7 +25,7 @@ from lightning_autosync.hybrid.cost import Settings as StepSettings
 from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.prediction import predict
 from lightning_autosync.hybrid.rates import HybridRates
-from lightning_autosync.hybrid.search import Candidate, Found, search
+from lightning_autosync.hybrid.search import Found, HybridCandidate, search
 from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.bench.output import EXACT
 from lightning_autosync.measure.hybrid.calibration import calibrate
@@ -63,7 +63,7 @@ class _Entry:
     place: int
     order: Mapping[str, Any]
     plan: AnyPlan | None = None
-    candidate: Candidate | None = None
+    candidate: HybridCandidate | None = None
     bytes: float | None = None
 
 
@@ -174,7 +174,7 @@ class HybridTuningRun:
 
     def _split(self, found: Found, rates: HybridRates) -> list[_Entry]:
         """Entries of the plans that split operators and fit into memory."""
-        plans: dict[str, tuple[str, Origin, Candidate]] = {}
+        plans: dict[str, tuple[str, Origin, HybridCandidate]] = {}
         if found.megatron is not None and self._fits(found.megatron.memory):
             plans[found.megatron.plan.fingerprint] = "megatron", "megatron", found.megatron
         for candidate in found.plans:

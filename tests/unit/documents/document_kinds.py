@@ -39,7 +39,7 @@ from lightning_autosync.documents import RESULT, Result, append_lines, checked, 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid.mesh import Links, near_order
 from lightning_autosync.hybrid.plan import HybridPlan
-from lightning_autosync.hybrid.prediction import Sent
+from lightning_autosync.hybrid.prediction import SentBytes
 from lightning_autosync.hybrid.pricing import Pricing
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.lab.collection.settings import CollectionResult, CollectionSettings
@@ -757,7 +757,7 @@ def results() -> dict[str, Result]:
             step_seconds=0.3,
             seconds={"forward pass": 0.1},
             bytes=8.0,
-            sent=(Sent("forward", (0,), "all_gather", 8.0),),
+            sent=(SentBytes("forward", (0,), "all_gather", 8.0),),
             memory={"state": 8.0, "step": 16.0},
         ),
         "report": ReportResult(report="report.html", runs=({"directory": "run", "seconds": None},)),

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
 from lightning_autosync.errors import EquivalenceError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
-from lightning_autosync.hybrid.execution.equivalence import Expectation, Task, _gradient_faults, expect, verify
+from lightning_autosync.hybrid.execution.equivalence import ComparedStep, Expectation, _gradient_faults, expect, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import SplitModel
@@ -48,7 +48,7 @@ def compare(module: Model, optimizers: Callable[[], list[Optimizer]]) -> Expecta
     """The expectation after the check, which accepts."""
     batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     split = SplitModel(module, PLAN, LiveMesh(PLAN))
-    task = Task(lambda: module(batch).square().mean(), optimizers, batch)
+    task = ComparedStep(lambda: module(batch).square().mean(), optimizers, batch)
     expected = expect(split, task)
     split.split()
     with closing(GradientReduction(split)) as reduction:

@@ -9,20 +9,22 @@ from schemas import check_schema
 from sweeps import examples
 
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.hybrid.pricing import Timing, fit_rate
+from lightning_autosync.hybrid.pricing import CollectiveTiming, fit_rate
 from lightning_autosync.hybrid.rates import CollectiveRate, HybridRates
 
 WIRE = 40e-9
 """Seconds a byte of a slow link."""
 
 
-def _timings(rate: CollectiveRate, paces: list[float], latency: float = 1e-4) -> list[Timing]:
+def _timings(rate: CollectiveRate, paces: list[float], latency: float = 1e-4) -> list[CollectiveTiming]:
     found = []
     for ranks in (2, 4):
         for sent in (1e3, 1e5, 1e6):
             for pace in paces:
                 host = rate.call + rate.peer * (ranks - 1) + rate.host * sent
-                found.append(Timing(ranks, sent, sent * pace, latency, host + rate.wire * sent * pace + latency))
+                found.append(
+                    CollectiveTiming(ranks, sent, sent * pace, latency, host + rate.wire * sent * pace + latency)
+                )
     return found
 
 
@@ -50,7 +52,7 @@ def test_where_links_do_not_show_bytes_cost_the_hosts_time() -> None:
 
 def test_one_size_is_not_enough() -> None:
     with pytest.raises(DocumentError, match="1 timings of a collective; at least two sizes"):
-        fit_rate([Timing(2, 1.0, 1.0, 0.0, 1.0)])
+        fit_rate([CollectiveTiming(2, 1.0, 1.0, 0.0, 1.0)])
 
 
 def test_rates_are_a_document(tmp_path) -> None:

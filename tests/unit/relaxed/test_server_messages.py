@@ -17,7 +17,7 @@ from lightning_autosync.relaxed.server.gradients import (
     pack_gradients,
     unpack_gradients,
 )
-from lightning_autosync.relaxed.server.node import Node
+from lightning_autosync.relaxed.server.node import ServerNode
 from lightning_autosync.relaxed.transport.messages import as_bytes
 from lightning_autosync.relaxed.transport.payload import Packed, can_travel, pack, unpack
 
@@ -130,7 +130,7 @@ def test_gradients_of_another_kind_are_refused(index: int, gradient: DenseGradie
 
 
 def test_the_lowest_worker_of_a_node_that_still_trains_leads() -> None:
-    node = Node(2, [1, 2, 3])
+    node = ServerNode(2, [1, 2, 3])
     assert (node.leader, node.others) == (1, [1, 3])
     node.finished(1, epoch=0)
     assert node.leader == 2

@@ -10,7 +10,7 @@ from locks import held_elsewhere
 
 from lightning_autosync.cli.rehearse import rehearse
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.rehearsal.contest import Contest, SamplerRun, run_file
+from lightning_autosync.lab.rehearsal.contest import SamplerContest, SamplerRun, run_file
 from lightning_autosync.lab.rehearsal.outcome import RehearsalResult, standings
 from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 from lightning_autosync.lab.rehearsal.world import World
@@ -73,7 +73,7 @@ def test_a_rehearsal_leaves_curves_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_is_the_same_again() -> None:
     settings = RehearsalSettings.parse(SMALL)
-    first, again = (Contest(settings).run("ncf@four_equal", "autosync", 3) for _ in range(2))
+    first, again = (SamplerContest(settings).run("ncf@four_equal", "autosync", 3) for _ in range(2))
     assert first.measured == again.measured
     assert first.origins == again.origins
 
