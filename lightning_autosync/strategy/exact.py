@@ -457,7 +457,8 @@ class ExactReplica(SynchronizedPasses):
         }
 
     def _ordered(self, schedule: Schedule) -> Schedule:
-        return schedule if self._overlap is None else first_parameters_first(schedule, list(self._planned))
+        overlaps = self._overlap is not None and not schedule.waits
+        return first_parameters_first(schedule, list(self._planned)) if overlaps else schedule
 
     def _use(self, engine: Engine) -> None:
         """Let another engine synchronize the following passes."""
@@ -479,5 +480,5 @@ class ExactReplica(SynchronizedPasses):
             return
         follows = self._shares is not None and self._shares.waits_at_end
         reasons = self._parameters.active, self._tuning.waits_at_end, self._weights.is_due, follows
-        engine.waits = "backward" if any(reasons) else "parameters"
+        engine.waits = "backward" if engine.schedule.waits or any(reasons) else "parameters"
         self._waits.tell(*reasons)
