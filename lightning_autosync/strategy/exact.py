@@ -328,7 +328,8 @@ class ExactReplica(SynchronizedPasses):
     def _end_backward(self) -> None:
         if self._shares is not None and self._engine is not None:
             overlaps = self._engine.waits == "parameters" and not self._engine.changed
-            self._shares.end_backward(overlaps, steady=not self._tuning.trying)
+            usual = overlaps or self._overlap is None or self._engine.schedule.waits
+            self._shares.end_backward(overlaps, usual, steady=not self._tuning.trying)
 
     def _begin_pass(self) -> None:
         """Compare parameters at the first gradient of a pass, where no `backward` did so before the pass.

@@ -205,21 +205,18 @@ def _search_options(tuning: TuningSettings, bucket_bytes: int | None, overlaps: 
 def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
     """Plans with their predicted times, fastest first, and a remark for the reason, as plain data.
 
-    With overlap, also the plans to be tried while ``waiting``: those of a job without overlap. Both searches share the
-    time.
+    With overlap, also the plans that may be tried ``waiting``: those of a job without overlap.
     """
     overlaps = settings.overlap is not None
 
-    def search(model: Workload, overlaps: bool, share: float) -> list[dict[str, Any]]:
+    def search(model: Workload, overlaps: bool) -> list[dict[str, Any]]:
         options = _search_options(tuning, settings.bucket_bytes, overlaps)
-        options["seconds"] *= share
         return PREDICTOR.search(model, links.cluster, links.constants, **options)
 
     try:
-        if not overlaps:
-            return {"plans": search(workload, False, 1.0), "waiting": [], "remark": "", "overlaps": False}
-        plans = search(balanced_workload(workload, links), True, 0.5)
-        return {"plans": plans, "waiting": search(workload, False, 0.5), "remark": "", "overlaps": True}
+        plans = search(balanced_workload(workload, links) if overlaps else workload, overlaps)
+        waiting = search(workload, False) if overlaps else []
+        return {"plans": plans, "waiting": waiting, "remark": "", "overlaps": overlaps}
     except MissingPackageError as error:
         found = sorted(plans_by_formula(workload, links.cluster, settings.bucket_bytes), key=lambda each: each.seconds)
         plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.builder} for each in found]

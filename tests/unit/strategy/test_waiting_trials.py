@@ -58,7 +58,8 @@ def test_steps_that_overlap_more_slowly_than_predicted_are_expected_of_other_pla
 
     def tries(waits: bool) -> int:
         others = [Candidate(f"other {number}", 1.02) for number in range(5)]
-        tuner = Tuner([Candidate("present", 1.0), Candidate("tried", 1.15, waits=waits, always=True), *others], warm_up=1)
+        tried = Candidate("tried", 1.15, waits=waits, always=True)
+        tuner = Tuner([Candidate("present", 1.0), tried, *others], warm_up=1)
         drive(tuner, [1.3, 1.0, *[1.3] * 5])
         assert tuner.present == 1
         return len(tuner.trials)
