@@ -36,6 +36,23 @@ def test_a_job_whose_steps_are_faster_if_they_overlap_ends_with_overlap() -> Non
     assert {3, 4} <= {trial.candidate for trial in tuner.trials}
 
 
+def test_what_a_pass_that_overlaps_costs_the_next_one_counts_for_overlap() -> None:
+    """A pass that waits pays for the pass before if that one overlapped, so single passes in turn would favour overlap.
+
+    In a row, passes that wait take 0.29 s, and passes that overlap 0.31 s.
+    """
+    tuner, last = Tuner([Candidate("overlaps", 0.27), Candidate("waiting", 0.3, waits=True)], warm_up=1), 0
+    for _ in range(200):
+        if tuner.opening is not None:
+            tuner.opened()
+        plan = tuner.following()
+        tuner.record([0.28, 0.29][plan] + 0.03 * (last == 0))
+        last = plan
+    assert tuner.finished
+    assert tuner.present == 1
+    assert max(tuner.trials[0].passes) <= 32
+
+
 @pytest.mark.parametrize(("present", "tried"), [(False, [2]), (True, [])])
 def test_while_steps_overlap_the_best_plan_that_waits_is_tried_whatever_was_predicted(
     present: bool, tried: list[int]
