@@ -4,12 +4,12 @@
         [rounds=4] [rate=1000] [clusters=four_equal] [ddp=true] [seconds=0.351] [trials=0] [MODEL ...]
 
 ``clusters`` are shipped ones; their fastest link has ``rate`` Mbit/s. A model of the catalogue is scaled so that its
-gradients need so many ``seconds`` on the links, with dense gradients of embeddings. Its computation is paced layer by layer to
-take as long. A layer's time includes that of copying its gradients. SGD steps the real parameters. DDP first runs with
-several bucket caps. Its fastest then takes turns with the computation alone, which has no synchronization, and with the
-engine, without overlap and with it. ``ddp=false`` leaves DDP out. The engine's plan is the one by which a job with
-``AutoSyncStrategy(overlap="step")`` begins on these links, before it knows its computation. It is predicted with the
-costs of these hosts, which the workers measure.
+gradients need so many ``seconds`` on the links, with dense gradients of embeddings. Its computation is paced layer by
+layer to take as long. A layer's time includes that of copying its gradients. SGD steps the real parameters. DDP first
+runs with several bucket caps. Its fastest then takes turns with the computation alone, which has no synchronization,
+and with the engine, without overlap and with it. ``ddp=false`` leaves DDP out. The engine's plan is the one by which a
+job with ``AutoSyncStrategy(overlap="step")`` begins on these links, before it knows its computation. It is predicted
+with the costs of these hosts, which the workers measure.
 
 With ``trials=150``, the engine's contenders are whole jobs with `AutoSyncFabricStrategy` that tune themselves, with
 ``overlap="step"`` and without. They first make so many steps, which they do not share with others, and then say what
