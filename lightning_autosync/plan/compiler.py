@@ -66,7 +66,7 @@ def compile_plan(
             messages.append(_compile_group(index, group, variables, site))
         except ValueError as error:
             raise PlanError(f"{source}: groups[{index}] '{group.name}': {error}") from None
-    return Schedule(plan.world_size, tuple(messages))
+    return Schedule(plan.world_size, tuple(messages), plan.waits)
 
 
 def check_variables(plan: SyncPlan, workload: Workload, source: str) -> None:

@@ -35,9 +35,10 @@ def _title(plan: SyncPlan) -> str:
     consistency = plan.consistency.model_dump(exclude_none=True)
     mode = consistency.pop("mode")
     details = ", ".join(f"{name} {value}" for name, value in consistency.items())
+    waits = ", waits at the end of the backward pass" if plan.waits else ""
     return (
         f"plan {plan.fingerprint}: {counted(plan.world_size, 'rank')}, {mode}{f' ({details})' if details else ''}, "
-        f"semantics {plan.semantics}"
+        f"semantics {plan.semantics}{waits}"
     )
 
 

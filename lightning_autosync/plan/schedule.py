@@ -206,10 +206,15 @@ class Message:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All messages of a step, in launch order."""
+    """All messages of a step, in launch order.
+
+    Attributes:
+        waits: as for `SyncPlan`.
+    """
 
     world_size: int
     messages: tuple[Message, ...]
+    waits: bool = False
 
     @cached_property
     def fingerprint(self) -> str:

@@ -365,6 +365,7 @@ class SyncPlan(Document):
         servers: number of server-only processes, which have the ranks from ``world_size`` on and may be used in
             placements. Allowed only if servers update the parameters.
         consistency: consistency of the replicas.
+        waits: whether steps wait for all gradients at the end of the backward pass, also with ``overlap="step"``.
         groups: the messages, in the order in which collectives are launched.
     """
 
@@ -375,6 +376,7 @@ class SyncPlan(Document):
     world_size: Annotated[Count, Field(le=MOST_RANKS)]
     servers: Annotated[Index, Field(le=MOST_RANKS)] = 0
     consistency: Consistency = Consistency()
+    waits: bool = False
     groups: Annotated[tuple[Group, ...], Field(min_length=1)]
 
     @property
@@ -422,6 +424,8 @@ class SyncPlan(Document):
                         f"{where}.trees[{number}].parents: expected one for each of {self.world_size} ranks, "
                         f"got {len(tree.parents)}"
                     )
+        if self.waits and not self.has_schedule:
+            raise ValueError("waits: allowed only in synchronous plans without `served`; leave it out")
         self._check_consistency()
         return self
 

@@ -56,9 +56,9 @@ def answer(order: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         order: ``workload``, ``cluster`` and ``constants`` as plain data, and ``beside``: whether other processes go
-            first. With ``plans`` these are predicted, in at most ``seconds`` of CPU time, with ``overlaps`` for steps
-            that overlap with the next forward pass; ``seconds`` of the reply is empty if that did not suffice.
-            Otherwise it has the options of `rank_plans`.
+            first. With ``plans`` these are predicted, in at most ``seconds`` of CPU time; with ``overlaps``, the steps
+            of plans that do not wait overlap with the next forward pass. ``seconds`` of the reply is empty if that did
+            not suffice. Otherwise it has the options of `rank_plans`.
     """
     if order["beside"]:
         _give_way()
@@ -91,7 +91,7 @@ def _predict(
         if time.thread_time() - begin > limit:
             return []
         schedule = compile_plan(plan, workload, cluster)
-        if overlaps:
+        if overlaps and not plan.waits:
             found.append(overlapped_step_time(schedule, workload, replay))
         else:
             found.append(replay.predict(schedule).step_time)

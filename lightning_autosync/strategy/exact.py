@@ -339,7 +339,8 @@ class ExactReplica(SynchronizedPasses):
     def _end_backward(self) -> None:
         if self._shares is not None and self._engine is not None:
             overlaps = self._engine.waits == "parameters" and not self._engine.changed
-            self._shares.end_backward(overlaps, steady=not self._tuning.trying)
+            usual = overlaps or self._overlap is None or self._engine.schedule.waits
+            self._shares.end_backward(overlaps, usual, steady=not self._tuning.trying)
 
     def _begin_pass(self) -> None:
         """Compare parameters at the first gradient of a pass, where no `backward` did so before the pass.
@@ -468,7 +469,8 @@ class ExactReplica(SynchronizedPasses):
         }
 
     def _ordered(self, schedule: Schedule) -> Schedule:
-        return schedule if self._overlap is None else first_parameters_first(schedule, list(self._planned))
+        overlaps = self._overlap is not None and not schedule.waits
+        return first_parameters_first(schedule, list(self._planned)) if overlaps else schedule
 
     def _use(self, engine: Engine) -> None:
         """Let another engine synchronize the following passes."""
@@ -491,5 +493,5 @@ class ExactReplica(SynchronizedPasses):
         self._overlap.begin_pass()
         follows = self._shares is not None and self._shares.waits_at_end
         reasons = self._parameters.active, self._tuning.waits_at_end, self._weights.is_due, follows
-        engine.waits = "backward" if any(reasons) else "parameters"
+        engine.waits = "backward" if engine.schedule.waits or any(reasons) else "parameters"
         self._waits.tell(*reasons)

@@ -1,16 +1,22 @@
 """``overlap="step"`` beside DDP and beside the engine without overlap, on emulated links; needs root.
 
-    python -m tests.benchmarks.step_overlap [rounds=4] [rate=1000] [clusters=four_equal] [ddp=true] [clip=false] \
-        [MODEL ...]
+    python -m tests.benchmarks.step_overlap
+        [rounds=4] [rate=1000] [clusters=four_equal] [ddp=true] [seconds=0.351] [clip=false] [trials=0] [MODEL ...]
 
 ``clusters`` are shipped ones; their fastest link has ``rate`` Mbit/s. A model of the catalogue is scaled so that its
-gradients need `SECONDS` on the links, with dense gradients of embeddings. Its computation is paced layer by layer to
-take as long. A layer's time includes that of copying its gradients. SGD steps the real parameters. DDP first runs with
-several bucket caps. Its fastest then takes turns with the computation alone, which has no synchronization, and with the
-engine, without overlap and with it. ``ddp=false`` leaves DDP out. With ``clip=true``, all contenders clip gradients by
-their norm before each step: with overlap by the sums of the roots, otherwise by ``clip_grad_norm_``. The engine's plan
-is the one by which a job with ``AutoSyncStrategy(overlap="step")`` begins on these links, before it knows its
-computation. It is predicted with the costs of these hosts, which the workers measure.
+gradients need so many ``seconds`` on the links, with dense gradients of embeddings. Its computation is paced layer by
+layer to take as long. A layer's time includes that of copying its gradients. SGD steps the real parameters. DDP first
+runs with several bucket caps. Its fastest then takes turns with the computation alone, which has no synchronization,
+and with the engine, without overlap and with it. ``ddp=false`` leaves DDP out. The engine's plan is the one by which a
+job with ``AutoSyncStrategy(overlap="step")`` begins on these links, before it knows its computation. It is predicted
+with the costs of these hosts, which the workers measure.
+
+With ``clip=true``, all contenders clip gradients by their norm before each step: with overlap by the sums of the roots,
+otherwise by ``clip_grad_norm_``.
+
+With ``trials=150``, the engine's contenders are whole jobs with `AutoSyncFabricStrategy` that tune themselves, with
+``overlap="step"`` and without. They first make so many steps, which they do not share with others, and then say what
+they have found. These do not clip.
 
 Gradients of all contenders are views of their buffers. The first step of each turn is not timed, so that timed steps
 begin and end with the same sums under way. The table has the median milliseconds of a step of the slowest rank; the
@@ -21,6 +27,7 @@ overlap, with the computation as measured; and bounds: of steps that wait, and o
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -31,12 +38,15 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_autosync import AutoSyncFabricStrategy
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.engine import Engine, StepOverlap, defer_steps
 from lightning_autosync.engine.engine import Waits
@@ -60,8 +70,6 @@ from lightning_autosync.workload import Variable, Workload, catalogue, variable_
 from lightning_autosync.workload.scaling import scaled, with_compute
 
 MODELS = ("vgg16", "resnet50", "densenet121", "bert_base", "gpt")
-SECONDS = 0.351
-"""Of 28 MB on four equal links of 1 Gbit/s."""
 FRAMING = 1514 / 1448
 CAPS = (1, 2, 5, 10, 25)
 """MiB of DDP's buckets."""
@@ -154,12 +162,12 @@ def set_up(
     name: str,
     workload: dict[str, Any],
     cluster: dict[str, Any],
-    kind: Literal["alone", "ddp", "engine"],
+    kind: Literal["alone", "ddp", "engine", "job"],
     cap: float | None = None,
     plan: dict[str, Any] | None = None,
     overlap: bool = False,
 ) -> None:
-    """Make a contender: no synchronization, DDP with a bucket ``cap`` in MiB, or the engine with a ``plan``."""
+    """Make a contender: no synchronization, DDP with a bucket ``cap`` in MiB, the engine with a ``plan``, or a job."""
     described = Workload.from_dict(workload)
     torch.manual_seed(0)
     module: nn.Module = PacedLayers(described)
@@ -168,6 +176,21 @@ def set_up(
     called = module
     if kind == "ddp":
         called = DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=True, static_graph=True)
+    elif kind == "job":
+        os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
+        strategy = AutoSyncFabricStrategy(
+            cluster=ClusterSpec.from_dict(cluster),
+            overlap="step" if overlap else None,
+            tuning=TuningSettings(cache=None),
+            gradient_as_bucket_view=True,
+        )
+        ranks = dist.get_world_size()
+        fabric = Fabric(
+            accelerator="cpu", num_nodes=ranks, devices=1, strategy=strategy, plugins=[TorchElasticEnvironment()]
+        )
+        fabric.launch()
+        called, optimizer = fabric.setup(module, optimizer)
+        closing.append(strategy)
     elif plan is not None:
         # The module's names differ from the workload's, in which the plan is made.
         names = [variable.name for variable in described.variables]
@@ -203,7 +226,7 @@ def measure(name: str, steps: int, clip: bool = False) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter())
-    if closing and isinstance(closing[0], StepOverlap):
+    if closing and isinstance(closing[0], (StepOverlap, AutoSyncFabricStrategy)):
         closing[0].settle()
     return [end - start for start, end in pairwise(times)]
 
@@ -211,7 +234,12 @@ def measure(name: str, steps: int, clip: bool = False) -> list[float]:
 def close(name: str) -> None:
     """Remove a contender."""
     for each in _live.pop(name)[2]:
-        each.close()
+        each.teardown() if isinstance(each, AutoSyncFabricStrategy) else each.close()
+
+
+def told(name: str) -> str:
+    """What a job says of its tuning."""
+    return str(_live[name][2][0].report()[0])
 
 
 def slowest(found: list[list[float]]) -> float:
@@ -220,16 +248,33 @@ def slowest(found: list[list[float]]) -> float:
 
 
 def compare(
-    pool: WorkerPool, workload: Workload, cluster: ClusterSpec, plan: SyncPlan, rounds: int, with_ddp: bool, clip: bool
+    pool: WorkerPool,
+    workload: Workload,
+    cluster: ClusterSpec,
+    plan: SyncPlan,
+    rounds: int,
+    with_ddp: bool,
+    clip: bool,
+    trials: int,
 ) -> dict[str, list[float]]:
-    """Seconds of a step in each round, by contender; the fastest DDP is called by its cap."""
+    """Seconds of a step in each round, by contender; the fastest DDP is called by its cap.
+
+    Args:
+        trials: steps of jobs that tune themselves before those that are timed; 0 for the engine with ``plan``.
+    """
     given = {"workload": workload.to_dict(), "cluster": cluster.to_dict()}
     names = ["alone", "waits", "overlaps"]
     if with_ddp:
         names.insert(0, fastest_ddp(pool, given, clip))
     pool.run(set_up, name="alone", kind="alone", **given)
     for name in ("waits", "overlaps"):
-        pool.run(set_up, name=name, kind="engine", plan=plan.to_dict(), overlap=name == "overlaps", **given)
+        overlap = name == "overlaps"
+        if not trials:
+            pool.run(set_up, name=name, kind="engine", plan=plan.to_dict(), overlap=overlap, **given)
+            continue
+        pool.run(set_up, name=name, kind="job", overlap=overlap, **given)
+        pool.run(measure, name=name, steps=trials)
+        print(f"{name}: {pool.run(told, name=name)[0]}", flush=True)
     found = take_turns(pool, names, rounds, STEPS, clip)
     for name in names:
         pool.run(close, name=name)
@@ -293,7 +338,8 @@ def speedup(others: Sequence[float], ours: Sequence[float]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, and print a table."""
-    given = {"rounds": "4", "rate": "1000", "clusters": "four_equal", "ddp": "true", "clip": "false"}
+    given = {"rounds": "4", "rate": "1000", "clusters": "four_equal", "ddp": "true", "seconds": "0.351"}
+    given |= {"clip": "false", "trials": "0"}
     models = [argument for argument in arguments if "=" not in argument] or list(MODELS)
     given |= dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     table = Table(*HEADINGS, title=f"milliseconds of a step, fastest link {given['rate']} Mbit/s")
@@ -304,11 +350,12 @@ def main(arguments: Sequence[str]) -> None:
             hosts, _ = measured_hosts(pool, "emulated", paced=True)
             known_by_job = hosts.model_copy(update={"burst": Constants().burst, "accelerated": False})
             for model in models:
-                workload = dense(catalogue.build(model), cluster)
+                workload = dense(catalogue.build(model), cluster, float(given["seconds"]))
                 plan, reason = choose_without_trials(workload, cluster, known_by_job, TuningSettings(), overlaps=True)
                 print(f"{name}, {model}: {reason}", flush=True)
-                with_ddp, clip = given["ddp"] == "true", given["clip"] == "true"
-                found = compare(pool, workload, cluster, plan, int(given["rounds"]), with_ddp, clip)
+                rounds, trials = int(given["rounds"]), int(given["trials"])
+                with_ddp, clip = given["ddp"] == "true", given["clip"] == "true" and not trials
+                found = compare(pool, workload, cluster, plan, rounds, with_ddp, clip, trials)
                 print(json.dumps(found), flush=True)
                 table.add_row(name, model, *row(workload, cluster, plan, hosts, found))
     Console(width=160).print(table)
@@ -319,10 +366,10 @@ def slowed(cluster: ClusterSpec, rate: float) -> ClusterSpec:
     return cluster.scaled(rate / max(max(link.bandwidth, link.reverse_bandwidth) for link in cluster.links))
 
 
-def dense(workload: Workload, cluster: ClusterSpec) -> Workload:
-    """The workload with dense gradients that need `SECONDS` on the links, and a computation as long."""
+def dense(workload: Workload, cluster: ClusterSpec, seconds: float) -> Workload:
+    """The workload with dense gradients that need so many seconds on the links, and a computation as long."""
     workload = with_kind(workload, {variable.name for variable in workload.variables}, "dense")
-    workload = scaled(workload, SECONDS / synchronization_bound(workload, cluster, FRAMING))
+    workload = scaled(workload, seconds / synchronization_bound(workload, cluster, FRAMING))
     return with_compute(workload, synchronization_bound(workload, cluster, FRAMING))
 
 

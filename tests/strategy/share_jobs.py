@@ -30,6 +30,7 @@ from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, Cluster
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import OWN_GROUP, gather_json
 from lightning_autosync.errors import PlanError
+from lightning_autosync.plan import Group, SyncPlan
 from lightning_autosync.strategy.shares import auto
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
 from lightning_autosync.strategy.shares.direct_calls import DirectCalls
@@ -385,6 +386,14 @@ def slows_down_in_trials(**arguments: Any) -> dict[str, Any]:
     with tuning_jobs.scripted_switches(every=9) as switches:
         found = slows_down(overlap="step", **strategy, **arguments)
     return {**found, "switches": len(switches)}
+
+
+def slows_down_waiting(**arguments: Any) -> dict[str, Any]:
+    """`slows_down` with overlap and a plan that waits."""
+    plan = SyncPlan(
+        world_size=4, waits=True, groups=(Group(name="all", variables=tuple(dict(make_module().named_parameters()))),)
+    )
+    return slows_down(overlap="step", plan=plan, **arguments)
 
 
 def slows_down(

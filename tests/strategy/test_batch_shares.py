@@ -106,6 +106,13 @@ def test_shares_follow_speed_while_plans_are_tried_on_steps_that_overlap(quartet
         assert not found["lost"]
 
 
+def test_shares_follow_speed_under_a_plan_that_waits_in_a_job_that_could_overlap(quartet) -> None:
+    for found in quartet.run(share_jobs.slows_down_waiting, begin=9):
+        assert set(found["samples"][:9]) == {4}
+        assert set(found["samples"][29:-1]) <= {1, -1}
+        assert not found["lost"]
+
+
 def test_shares_of_micro_batches_follow_speed(quartet) -> None:
     for found in quartet.run(share_jobs.micro_batches_follow_speed):
         assert found["samples"][0] == 4

@@ -120,11 +120,33 @@ def test_plans_are_not_tried_with_tuning_off(duo) -> None:
     assert all(each == 0 for each in duo.run(tuning_jobs.switches_with, tuning="off"))
 
 
-def test_plans_are_tried_on_steps_that_overlap(duo) -> None:
+def test_plans_are_tried_on_steps_that_overlap_and_on_steps_that_wait(duo) -> None:
     for found in duo.run(tuning_jobs.overlapping_trials):
-        assert found["distance"] < 1e-5
+        assert found["distance"] == 0.0
         assert found["switches"] >= 10
-        assert sum(found["overlapped"]) > 0.9 * len(found["overlapped"]) > 10
+        assert all(waited for waits, waited in found["passes"] if waits)
+        changes = zip(found["passes"][1:], found["passes"], strict=False)
+        assert {(False, True), (True, False)} <= {(one[1], other[1]) for one, other in changes}
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_job_ends_waiting_or_with_overlap_and_later_jobs_begin_so(duo, tmp_path, waiting: bool) -> None:
+    for first, second, given in duo.run(tuning_jobs.remembered_overlap, folder=str(tmp_path), waiting=waiting):
+        assert first["distance"] == second["distance"] == given["distance"] == 0.0
+        assert first["report"]["tuning"].startswith("ended")
+        assert first["waited"][0]  # its computation is measured
+        assert not all(first["waited"])
+        assert first["waited"][-1] == second["waited"][0] == second["waited"][-1] == waiting
+        assert "which an earlier job found on" in second["report"]["reason"]
+        assert (given["late"] == 0) == waiting
+        for found in (first, second, given):
+            assert found["report"]["overlaps"] == (not waiting)
+            words = "none: steps wait at the end of the backward pass" if waiting else "with the next forward pass"
+            assert f"\noverlap: {words}\n" in found["told"]
+        assert (second["late"] == 0) == waiting
+    (entry,) = TuningCache(tmp_path).entries()
+    assert entry.entry is not None
+    assert entry.entry.plan.waits == waiting
 
 
 @pytest.mark.parametrize("model", ["Plain", "ReadsOnRankZero", "ReadsGradients"])
@@ -190,8 +212,10 @@ def test_tuning_on_some_ranks_only_is_an_error_before_training(duo) -> None:
         assert "tuning" in error
 
 
-def test_links_that_change_are_planned_for_again(duo) -> None:
-    for found in duo.run(tuning_jobs.changing_links):
+@pytest.mark.parametrize("options", [{}, {"overlap": "step"}], ids=str)
+def test_links_that_change_are_planned_for_again(duo, options: dict[str, Any]) -> None:
+    """So they are where trials found that steps are faster if they wait, although they could overlap."""
+    for found in duo.run(tuning_jobs.changing_links, **options):
         assert found["distance"] < 1e-5
         assert found["windows"] > 3
         assert "measured" in found["report"]["links"]

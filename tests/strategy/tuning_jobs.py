@@ -26,6 +26,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from overlap_jobs import late_steps
 from torch import nn
 from torch.nn import functional as F
 
@@ -188,19 +189,69 @@ def outcome() -> dict[str, Any]:
     return {**found, "plan": strategy.plan.fingerprint, "report": report.to_dict()}
 
 
-def overlapping_trials() -> dict[str, Any]:
-    """Like `compare`, with ``overlap="step"``, and which passes in trials ended their backward pass without a wait."""
-    overlapped, after_pass = list[bool](), LiveTuner.after_pass
+@contextmanager
+def timed_as_if(waiting: bool) -> Iterator[None]:
+    """In this context, passes of plans that wait seem to take half as long as others if ``waiting``, else twice."""
+    record = Tuner.record
+
+    def invent(self: Tuner, seconds: float) -> None:
+        plan = self._awaited[0]
+        record(self, 1.0 if plan is None or self._candidates[plan].waits != waiting else 0.5)
+
+    with mock.patch.object(Tuner, "record", invent):
+        yield
+
+
+@contextmanager
+def noted_passes() -> Iterator[list[tuple[bool, bool]]]:
+    """Whether the plan of each pass of jobs that tune themselves waits, and whether its backward pass ended so."""
+    found, after_pass = list[tuple[bool, bool]](), LiveTuner.after_pass
 
     def note(self: LiveTuner) -> str:
-        tries = self._tuner.trying is not None and self._tuner.opening is None
+        waits = self._alternatives[self._used].plan.waits
         reason = after_pass(self)
-        overlapped.extend([self.trace.overlapped] * tries)
+        found.append((waits, not self.trace.overlapped))
         return reason
 
     with mock.patch.object(LiveTuner, "after_pass", note):
-        found = compare("Plain", {"overlap": "step"})
-    return {**found, "overlapped": overlapped}
+        yield found
+
+
+def overlapping_trials() -> dict[str, Any]:
+    """How far a job that tries plans with overlap and waiting ends from one that waits, and its `noted_passes`."""
+    with counted_switches() as switches, noted_passes() as passes:
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=SHORT, overlap="step")
+        ours = jobs.fit("Plain", strategy, max_epochs=12)
+    theirs = jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning="off"), max_epochs=12)
+    return {"distance": jobs.distance(ours, theirs), "switches": len(switches), "passes": passes}
+
+
+def remembered_overlap(folder: str, waiting: bool) -> list[dict[str, Any]]:
+    """What jobs with ``overlap="step"`` find where `timed_as_if` says what is faster: whether passes waited at last.
+
+    The second job remembers the plan of the first one, and the third one has it from its user.
+    """
+    found, plans = list[dict[str, Any]](), list[Any]([None, None])
+    tuning = replace(SHORT, plans=2, cache=folder)
+    theirs = jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning="off"), max_epochs=12)
+    for number in range(3):
+        given = {"plan": plans[0]} if number == 2 else {"tuning": tuning}
+        strategy = AutoSyncStrategy(cluster=PAIR, overlap="step", **given)
+        with noted_passes() as passes, timed_as_if(waiting), hurrying(), late_steps() as late:
+            ours = jobs.fit("Plain", strategy, max_epochs=12)
+        report = strategy.report()
+        assert report is not None
+        plans[0] = strategy.plan
+        found.append(
+            {
+                "distance": jobs.distance(ours, theirs),
+                "report": report.to_dict(),
+                "told": str(report),
+                "waited": [waited for _, waited in passes],
+                "late": late[0],
+            }
+        )
+    return found
 
 
 def taken_predictions() -> dict[str, list[bool]]:
@@ -491,7 +542,7 @@ def other_settings() -> str:
     return jobs.error_of("Plain", cluster=PAIR, tuning=tuning)
 
 
-def changing_links() -> dict[str, Any]:
+def changing_links(**options: Any) -> dict[str, Any]:
     """How far a job ends from DDP whose links are found to be slower in the middle, and what it reports."""
     slow = JobLinks(ClusterSpec.uniform(2, bandwidth="100 Mbit/s", name="slow"), Constants(), origin="measured")
     windows = count()
@@ -499,12 +550,13 @@ def changing_links() -> dict[str, Any]:
     def record(self: DriftWatch, window: PassTimes) -> str:
         return "a test says so" if next(windows) == 2 else ""
 
-    strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1))
+    strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1), **options)
     with (
         mock.patch.object(DriftWatch, "record", record),
         mock.patch.object(job_tuning, "find_links", return_value=slow),
         # On busy cores, predictions by the other process could come after the last step.
         mock.patch.object(PREDICTOR, "predict", lambda workload, cluster, constants, plans, *_: [0.01] * len(plans)),
+        timed_as_if(waiting=True),
         hurrying(),
     ):
         ours = jobs.fit("Plain", strategy, max_epochs=12)

@@ -74,6 +74,7 @@ class AutoShares(BatchShares):
         self._under_way: tuple[Tensor, Any] | None = None
         self._group: dist.ProcessGroup | None = None
         self._overlaps = self._begins = self._is_waiting = False
+        self._usual = True
         self._next_change: tuple[tuple[int, ...], bool] | None = None
 
     def counts(self, position: Position, total: int) -> Sequence[int]:
@@ -119,7 +120,8 @@ class AutoShares(BatchShares):
         self._group = separate_group(timeout)
         self._overlaps = self._begins = True
 
-    def end_backward(self, overlaps: bool, steady: bool) -> None:
+    def end_backward(self, overlaps: bool, usual: bool, steady: bool) -> None:
+        self._usual = usual
         self._busy = self._now() - self._begun
         # A pass that overlaps will end within the next batch, and the waits of the one before it were in this batch.
         self._ended = self._times(now() - self._started if steady else math.nan) if overlaps else None
@@ -138,13 +140,13 @@ class AutoShares(BatchShares):
     def _keep(self, steady: bool) -> bool:
         """Keep the times of a pass; returns whether it waited at its end.
 
-        Times of passes that do and do not wait at their ends are not compared with each other.
+        Under a plan that overlaps, times of passes that wait at their ends do not count.
         """
         times, self._ended = self._ended, None
         at_end = times is None
         if times is None:
             times = self._times(now() - self._started if steady else math.nan)
-            if self._overlaps and not self._begins:
+            if not self._usual and not self._begins:
                 times = 0, math.nan, math.nan
         self._measured = [*self._measured, times][-KEPT:]
         return at_end

@@ -356,11 +356,12 @@ class BatchShares:
             timeout: seconds to wait for other ranks.
         """
 
-    def end_backward(self, overlaps: bool, steady: bool) -> None:
+    def end_backward(self, overlaps: bool, usual: bool, steady: bool) -> None:
         """Called at the end of a synchronized backward pass, before this rank waits for others.
 
         Args:
             overlaps: whether it waits within the forward pass of the next batch.
+            usual: whether it does so in all passes under the present plan, apart from some that have to wait.
             steady: see `end_pass`.
         """
 

@@ -226,8 +226,7 @@ class JobTuning:
             self._settings.tuning,
             separate_group(self._settings.timeout) if overlaps else self._group,
             # Seconds of a step under another plan say nothing about this one.
-            # Neither do steps that end in the next forward pass.
-            None if overlaps else DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
+            DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
             self._prices(),
             overlaps,
             watches=self._meter is not None,
@@ -336,6 +335,7 @@ class JobTuning:
             resolution=found,
             constants=self._constants,
             measured=self._measured(),
+            overlaps=None if self._settings.overlap is None else not found.plan.waits,
         )
 
     def _measured(self) -> MeasuredSteps | None:

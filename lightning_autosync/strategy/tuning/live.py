@@ -47,6 +47,10 @@ class Alternative:
     predicted: float
     native: bool = False
 
+    def waiting(self) -> Alternative:
+        """The same, but steps wait at the end of the backward pass, also with ``overlap="step"``."""
+        return replace(self, plan=self.plan.model_copy(update={"waits": True}), name=f"{self.name}, waiting")
+
 
 class LiveTuner:
     """Runs the tuner of one job: it measures passes, opens the engines of candidates and switches between them.
@@ -62,7 +66,7 @@ class LiveTuner:
         make: makes the engine of one of the plans, which is open.
         use: lets the engine of one of the plans synchronize the following passes.
         group: the ranks; None is the default group.
-        drift: watches whether links change after tuning; None does not.
+        drift: watches whether links change after tuning, if passes then wait at their end.
         prices: predicts the plans anew on rank 0, with the computation of the first passes; None keeps the predictions.
         overlaps: whether passes may overlap with the next forward pass. ``group`` must then be one that nothing else
             uses at that time, because passes end at different places of the programs of ranks.
@@ -84,7 +88,7 @@ class LiveTuner:
         use: Callable[[int, Engine], None],
         settings: TuningSettings,
         group: dist.ProcessGroup | None,
-        drift: DriftWatch | None,
+        drift: DriftWatch,
         prices: PlanPrices | None = None,
         overlaps: bool = False,
         watches: bool = False,
@@ -278,7 +282,8 @@ class LiveTuner:
         return self._prices.wait() is not None
 
     def _watch(self, own: PassTimes) -> str:
-        if self._drift is None:
+        # Times of passes that end in the next forward pass say too little about links.
+        if self._drift is None or (self._overlaps and not self.present.plan.waits):
             return ""
         reason = self._drift.record(self._times.take()) if self._times.under_way else ""
         self._window.append(own)
@@ -359,7 +364,7 @@ class LiveTuner:
 
 def _candidate(each: Alternative) -> Candidate:
     native = all(group.topology == "native" for group in each.plan.groups)
-    return Candidate(each.name, each.predicted, each.native, native, messages=len(each.plan.groups))
+    return Candidate(each.name, each.predicted, each.native, native, len(each.plan.groups), each.plan.waits)
 
 
 def _best(trials: Sequence[TrialReport]) -> str:

@@ -154,6 +154,8 @@ def _facts(report: TuningReport) -> dict[str, str]:
         "links": "; ".join([report.links or "not needed for the choice", *report.checks]),
         "tuning": report.tuning,
     }
+    if report.overlap:
+        facts["overlap"] = report.overlap
     if rates := cluster.rates:
         facts["rates"] = f"{rate_text(min(rates))} to {rate_text(max(rates))}"
     return facts

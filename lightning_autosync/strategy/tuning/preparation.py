@@ -150,10 +150,12 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
 def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey) -> Preparation:
     """The plan of an earlier job; DDP's plan is tried against it, in case that job was disturbed."""
     expected = entry.evidence.measured.seconds
-    native = builders.build(NATIVE, workload, entry.cluster)
-    plans = [Alternative(entry.plan, entry.origin, expected, native=entry.plan.fingerprint == native.fingerprint)]
+    ddp = Alternative(builders.build(NATIVE, workload, entry.cluster), NATIVE, expected, native=True)
+    if key.overlap is not None:
+        ddp = ddp.waiting()
+    plans = [Alternative(entry.plan, entry.origin, expected, native=entry.plan.fingerprint == ddp.plan.fingerprint)]
     if not plans[0].native:
-        plans.append(Alternative(native, NATIVE, expected, native=True))
+        plans.append(ddp)
     reason = (
         f"{entry.origin}, which an earlier job found on {entry.written:%Y-%m-%d} ({expected:.3g} s a step "
         f"there; 'autosync cache show {key.fingerprint}' says more)"

@@ -134,7 +134,8 @@ def propose(
 ) -> tuple[Proposals | None, str]:
     """Search for plans on rank 0 while the others wait; collective.
 
-    Without numba the search is not possible, and plans are compared by formulas alone. The reason then says so.
+    Without numba the search is not possible, and plans are compared by formulas alone. The reason then says so. Where
+    steps may overlap, plans whose steps wait are among those that may be tried, behind all others.
 
     Returns:
         The plans; None with the reason if the search failed.
@@ -146,8 +147,11 @@ def propose(
         rank_zero_warn(f"AutoSync: {found['fault']}")
         return None, found["fault"]
     proposals = order_plans(_marked(list(map(_alternative, found["plans"]))), links, found["overlaps"])
-    plans = proposals.plans if tuning.plans else proposals.plans[:1]
-    return Proposals(plans, f"{proposals.reason}{found['remark']}"), ""
+    plans = list(proposals.plans)
+    if waiting := [each.waiting() for each in _marked(list(map(_alternative, found["waiting"])))]:
+        # DDP waits, so only the plan that waits is DDP's.
+        plans = [*(replace(each, native=False) for each in plans), *waiting]
+    return Proposals(plans if tuning.plans else plans[:1], f"{proposals.reason}{found['remark']}"), ""
 
 
 def search_plans(
@@ -199,17 +203,25 @@ def _search_options(tuning: TuningSettings, bucket_bytes: int | None, overlaps: 
 
 
 def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
-    """Plans with their predicted times, fastest first, and a remark for the reason, as plain data."""
+    """Plans with their predicted times, fastest first, and a remark for the reason, as plain data.
+
+    With overlap, also the plans that may be tried ``waiting``: those of a job without overlap.
+    """
     overlaps = settings.overlap is not None
-    options = _search_options(tuning, settings.bucket_bytes, overlaps)
-    assumed = balanced_workload(workload, links) if overlaps else workload
+
+    def search(model: Workload, overlaps: bool) -> list[dict[str, Any]]:
+        options = _search_options(tuning, settings.bucket_bytes, overlaps)
+        return PREDICTOR.search(model, links.cluster, links.constants, **options)
+
     try:
-        plans = PREDICTOR.search(assumed, links.cluster, links.constants, **options)
-        return {"plans": plans, "remark": "", "overlaps": overlaps}
+        plans = search(balanced_workload(workload, links) if overlaps else workload, overlaps)
+        waiting = search(workload, False) if overlaps else []
+        return {"plans": plans, "waiting": waiting, "remark": "", "overlaps": overlaps}
     except MissingPackageError as error:
         found = sorted(plans_by_formula(workload, links.cluster, settings.bucket_bytes), key=lambda each: each.seconds)
         plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.builder} for each in found]
-        return {"plans": plans, "remark": f". These times are from formulas. {error}", "overlaps": False}
+        remark = f". These times are from formulas. {error}"
+        return {"plans": plans, "waiting": plans if overlaps else [], "remark": remark, "overlaps": False}
 
 
 def _first_rank_result(

@@ -81,6 +81,8 @@ class TuningReport:
         constants: costs of the hosts, for predictions on pages.
         measured: measured steps, for pages; None if no steps were measured.
         batch_shares: shares of global batches, in the order in which they held; empty without batch shares.
+        overlaps: whether steps under the plan in use overlap with the next forward pass, as far as the model and its
+            optimizers allow; None without ``overlap="step"``.
     """
 
     plan: str
@@ -94,6 +96,14 @@ class TuningReport:
     measured: MeasuredSteps | None = field(default=None, repr=False, compare=False)
     checks: Sequence[str] = ()
     batch_shares: Sequence[SharesOfRanks] = ()
+    overlaps: bool | None = None
+
+    @property
+    def overlap(self) -> str:
+        """Whether steps overlap, in words; empty without ``overlap="step"``."""
+        if self.overlaps is None:
+            return ""
+        return "with the next forward pass" if self.overlaps else "none: steps wait at the end of the backward pass"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, without ``resolution``, ``constants`` and ``measured``."""
@@ -106,6 +116,7 @@ class TuningReport:
             "tuning": self.tuning,
             "checks": list(self.checks),
             "batch_shares": [asdict(each) for each in self.batch_shares],
+            "overlaps": self.overlaps,
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -122,6 +133,8 @@ class TuningReport:
 
     def __str__(self) -> str:
         lines = [f"plan {self.plan}: {self.reason}"]
+        if self.overlap:
+            lines.append(f"overlap: {self.overlap}")
         if self.links:
             lines.append(f"links: {self.links}")
         lines += [*map(str, self.trials), *self.checks, *(f"batch shares {each}" for each in self.batch_shares)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
@@ -23,8 +23,20 @@ part. In six jobs of docs/measured.md that began with trees, the first part was 
 MESSAGES_SPREAD = 0.05
 """Standard deviation of the part that grows with the logarithm (base 2) of the number of messages. Its mean is 0. Where
 computation keeps all cores busy, messages take longer than predicted: it was 0.15 among four ranks on two cores."""
+OVERLAP_ERROR, OVERLAP_SPREAD = 0.1, 0.08
+"""Mean and standard deviation of the part that plans have in common whose steps overlap, relative to plans that wait.
+On six clusters of docs/measured.md it was 0.06 to 0.12."""
+_Differences = tuple[float, float, float]
+"""How a candidate differs from the present plan: 1 if it is no native plan and the present one is, -1 if it is the
+other way round, else 0; the same for plans that wait; and the logarithm (base 2) of the ratio of their messages."""
+_ERRORS = KIND_ERROR, OVERLAP_ERROR, 0.0
+"""Means of the parts of an error that the differences multiply, before any trial."""
 _LARGEST_ERROR = 3 * KIND_SPREAD
 """Largest error of a prediction that counts for other plans."""
+BLOCK = 3
+"""Passes in a row of each plan in a trial in which only one of the plans waits. The first of them does not count. After
+passes that overlap, ranks are at different places of their programs, and sums of other ranks may be under way. Between
+two sites, single passes made overlap seem 1% faster than waiting, and it was 7% slower."""
 _CLEAR_LOSSES = 2
 """After so many clearly slower plans of one kind, no other plan of that kind is tried: its predictions do not hold on
 these hosts."""
@@ -43,6 +55,9 @@ class Candidate:
         native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
             do those of all others.
         messages: number of its messages. Predictions of plans with many messages err alike.
+        waits: whether its steps wait at the end of the backward pass. Predictions of steps that overlap err alike.
+            While the present plan overlaps, the plan that waits and is predicted to be fastest is tried first, like
+            one with ``always``.
     """
 
     name: str
@@ -50,6 +65,12 @@ class Candidate:
     always: bool = False
     native: bool = False
     messages: int = 1
+    waits: bool = False
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Plans of the same kind have errors of their predictions in common."""
+        return self.native, self.waits
 
 
 @dataclass(frozen=True)
@@ -117,9 +138,9 @@ class Tuner:
         self._opened = False
         self._given_up = self._tried = 0
         self._contest: Contest | None = None
-        self._turn = 0
-        self._errors: list[tuple[int, float, float]] = []
-        self._clear_losses = {False: 0, True: 0}
+        self._turn = self._last = 0
+        self._errors: list[tuple[_Differences, float]] = []
+        self._clear_losses: Counter[tuple[bool, bool]] = Counter()
         self.present = 0
         self.trials: list[Trial] = []
         self.finished = ""
@@ -148,9 +169,12 @@ class Tuner:
         plan, counts = self.present, self.opening is None  # the work of opening a plan disturbs passes
         if self._trying is not None and self._opened:
             # The candidate's first pass does not count: its buffers and connections are new.
-            counts = self._turn > 0
-            plan = self._trying if not counts or candidates_turn(self._turn - 1) else self.present
+            mixed = self._candidates[self._trying].waits != self._candidates[self.present].waits
+            turn = (self._turn - 1) // (BLOCK if mixed else 1)
+            plan = self._trying if self._turn == 0 or candidates_turn(turn) else self.present
+            counts = self._turn > 0 and (plan == self._last or not mixed)
             self._turn += 1
+        self._last = plan
         self._awaited.append(plan if counts else None)
         return plan
 
@@ -222,12 +246,11 @@ class Tuner:
         assert self._trying is not None
         accepted = bool(contest.accepted)
         self.trials.append(Trial(self._trying, self.present, accepted, contest.seconds, contest.passes))
-        predicted = self._candidates[self._trying].predicted / self._candidates[self.present].predicted
-        kind, messages = self._differences(self._trying)
-        self._clear_losses[self._candidates[self._trying].native] += kind != 0 and contest.ratio > CLEARLY_SLOWER
+        tried, present = self._candidates[self._trying], self._candidates[self.present]
+        self._clear_losses[tried.kind] += tried.kind != present.kind and contest.ratio > CLEARLY_SLOWER
         # A single plan may be far worse than all others of its kind.
-        error = max(-_LARGEST_ERROR, min(math.log(contest.ratio / predicted), _LARGEST_ERROR))
-        self._errors.append((kind, messages, error))
+        error = math.log(contest.ratio * present.predicted / tried.predicted)
+        self._errors.append((self._differences(self._trying), max(-_LARGEST_ERROR, min(error, _LARGEST_ERROR))))
         if accepted:
             self.present = self._trying
         self._known = [contest.seconds[accepted]] * min(self._passes, _LEAST_KNOWN)
@@ -235,51 +258,64 @@ class Tuner:
 
     def _worth(self, candidate: int) -> float:
         """Expected gain over the passes to come minus the expected cost of a trial, in passes of the present plan."""
-        if self._candidates[candidate].always:
-            present = max(self._candidates[self.present].predicted, self.usual_seconds)
-            hopeless = self._repriced and self._candidates[candidate].predicted > GIVE_UP * present
+        other, own = self._candidates[candidate], self._candidates[self.present]
+        if other.always or (other is self._best_waiting and not own.waits):
+            present = max(own.predicted, self.usual_seconds)
+            hopeless = self._repriced and other.predicted > GIVE_UP * present
             return -math.inf if hopeless else math.inf
-        kind, messages = self._differences(candidate)
-        if kind and self._clear_losses[self._candidates[candidate].native] >= _CLEAR_LOSSES:
+        if other.kind != own.kind and self._clear_losses[other.kind] >= _CLEAR_LOSSES:
             return -math.inf
-        error, variance = self._prediction_error(kind, messages)
-        mean = math.log(self._candidates[candidate].predicted / self._candidates[self.present].predicted) + error
+        differences = self._differences(candidate)
+        error, variance = self._prediction_error(differences)
+        mean = math.log(other.predicted / own.predicted) + error
         # Without the error that is assumed before any trial: that alone keeps no plan from being tried.
-        if mean - kind * KIND_ERROR > math.log(LARGEST_RATIO):
+        if mean - _product(_ERRORS, differences) > math.log(LARGEST_RATIO):
             return -math.inf
         gain, loss = _expectations(mean, math.sqrt(variance))
         return gain * self._horizon - loss * self._passes
 
-    def _differences(self, candidate: int) -> tuple[int, float]:
-        """How a candidate differs from the present plan.
+    @property
+    def _best_waiting(self) -> Candidate | None:
+        """The candidate that is predicted to be the fastest of those that wait; None if none does."""
+        waiting = (each for each in self._candidates if each.waits)
+        return min(waiting, key=lambda each: each.predicted, default=None)
 
-        Returns:
-            1 if it is no native plan and the present one is, -1 if it is the other way round, else 0; and the logarithm
-            (base 2) of the ratio of their messages.
-        """
+    def _differences(self, candidate: int) -> _Differences:
         other, present = self._candidates[candidate], self._candidates[self.present]
-        return int(present.native) - int(other.native), math.log2(other.messages / present.messages)
+        return (
+            present.native - other.native,
+            present.waits - other.waits,
+            math.log2(other.messages / present.messages),
+        )
 
-    def _prediction_error(self, kind: int, messages: float) -> tuple[float, float]:
+    def _prediction_error(self, differences: _Differences) -> tuple[float, float]:
         """Mean and variance of the logarithm of measured over predicted time, relative to the present plan's.
 
-        Trials are a linear regression: each error is a part for the kind, a part for the messages and the plan's own
-        part, which are normally distributed.
-
-        Args:
-            kind, messages: differences to the present plan.
+        Trials are a linear regression: each error is a part for each difference and the plan's own part, which are
+        normally distributed.
         """
-        own = OWN_SPREAD**-2
-        # The normal equations of the two parts; the inverse of their matrix is the covariance.
-        kinds = KIND_SPREAD**-2 + own * sum(each * each for each, _, _ in self._errors)
-        both = own * sum(each * other for each, other, _ in self._errors)
-        counts = MESSAGES_SPREAD**-2 + own * sum(other * other for _, other, _ in self._errors)
-        of_kinds = KIND_ERROR * KIND_SPREAD**-2 + own * sum(each * error for each, _, error in self._errors)
-        of_counts = own * sum(other * error for _, other, error in self._errors)
-        determinant = kinds * counts - both * both
-        mean = kind * (counts * of_kinds - both * of_counts) + messages * (kinds * of_counts - both * of_kinds)
-        variance = counts * kind * kind - 2 * both * kind * messages + kinds * messages * messages
-        return mean / determinant, variance / determinant + 1 / own
+        means = [*_ERRORS]
+        spreads = KIND_SPREAD, OVERLAP_SPREAD, MESSAGES_SPREAD
+        covariances = [[each**2 * (row == column) for column in range(3)] for row, each in enumerate(spreads)]
+        for known, error in self._errors:
+            shared, variance = _spread(covariances, known)
+            surprise = error - _product(means, known)
+            means = [mean + each * surprise / variance for mean, each in zip(means, shared, strict=True)]
+            covariances = [
+                [covariance - each * other / variance for covariance, other in zip(row, shared, strict=True)]
+                for row, each in zip(covariances, shared, strict=True)
+            ]
+        return _product(means, differences), _spread(covariances, differences)[1]
+
+
+def _spread(covariances: Sequence[Sequence[float]], differences: _Differences) -> tuple[list[float], float]:
+    """Covariances of the parts with the error of a plan that differs so, and the variance of that error."""
+    shared = [_product(row, differences) for row in covariances]
+    return shared, _product(shared, differences) + OWN_SPREAD**2
+
+
+def _product(ones: Sequence[float], others: Sequence[float]) -> float:
+    return sum(one * other for one, other in zip(ones, others, strict=True))
 
 
 def _expectations(mean: float, spread: float) -> tuple[float, float]:

@@ -41,6 +41,10 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "shards true": (plan_with(partition={"shards": True}), "groups[0].partition.shards: "),
     "placement true": (plan_with(**SERVED, placement=[True]), "groups[0].placement[0]: "),
     "world size 0": (plan_with() | {"world_size": 0}, "world_size: "),
+    "relaxed plan that waits": (
+        plan_with() | {"waits": True, "consistency": {"mode": "asynchronous"}},
+        "waits: allowed only in synchronous plans without `served`; leave it out",
+    ),
     "group without variables": (plan_with(variables=[]), "groups[0].variables: "),
     "unknown topology": (plan_with(topology="torus"), "groups[0].topology: "),
     "unknown architecture": (plan_with(architecture="gossip"), "groups[0].architecture: "),

@@ -1,4 +1,4 @@
-"""Times of passes travel with the gradients, or in an all-reduce of their own where no message carries them."""
+"""Times of passes travel with the gradients, or in an exchange of their own where no message carries them."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ def test_a_rank_that_has_chosen_another_plan_is_found(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("notes", [None, notes_of()], ids=["no message carries them", "the message did not travel"])
-def test_times_that_did_not_come_with_gradients_are_all_reduced(notes: Notes | None) -> None:
+def test_times_that_did_not_come_with_gradients_need_the_latency_of_the_links_once(notes: Notes | None) -> None:
+    """Where ranks are far from each other, an all-reduce along a ring would take longer than a step."""
     with pretended_job(3, rank=1), TrafficLog() as log:
         times = AgreedTimes()
         times.share(OWN, 2, 1, notes=notes)
         assert times.take() == OWN
-    assert [each.collective for each in log.collectives] == ["all_reduce"]
+    assert [each.collective for each in log.collectives] == ["all_to_all"]
 
 
 def test_notes_that_nobody_reads_do_not_add_up() -> None:

@@ -98,6 +98,16 @@ def test_a_pass_that_overlaps_counts_with_the_waits_for_its_own_sums() -> None:
     assert [each.unusual for each in found[1:]] == pytest.approx([0.0] * 4)
 
 
+def test_of_passes_that_overlap_only_long_delays_do_not_count() -> None:
+    """What messages cost the next forward pass varies, and is part of the price of overlap."""
+    own, origin, found = OverlappingTimes(), 0.0, []
+    gaps = [0.05] * 8 + [0.07, 1.05, 0.05]
+    for gap in gaps:
+        found.append(own.of(StepTrace(0.05, 0.25, 0.25, 0.25, (), (), (), origin=origin, overlapped=True)).unusual)
+        origin += 0.25 + gap
+    assert found == pytest.approx([0.0] * 10 + [1.0])
+
+
 def test_medians_are_of_each_number() -> None:
     found = median_times([PassTimes(1, 5, 3), PassTimes(2, 4, 9), PassTimes(3, 6, 1)])
     assert found == PassTimes(2, 5, 3)

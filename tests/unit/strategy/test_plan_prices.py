@@ -106,13 +106,15 @@ def test_prices_with_overlap_are_those_of_steps_that_overlap() -> None:
     plans = [builders.byteps(WORKLOAD, PAIR, bucket_bytes=4000), builders.all_reduce(WORKLOAD, PAIR)]
     schedules = [compile_plan(plan, WORKLOAD, PAIR) for plan in plans]
     measured = trace(0.001, (0.0015, 0.002, 0.003), 0.003)
-    prices = PlanPrices(WORKLOAD, PAIR, Constants(), plans, schedules[0], 60.0, overlaps=True)
+    every = [*plans, *(plan.model_copy(update={"waits": True}) for plan in plans)]
+    prices = PlanPrices(WORKLOAD, PAIR, Constants(), every, schedules[0], 60.0, overlaps=True)
     prices.start([measured], measured.backward)
     timed = timed_workload(WORKLOAD, schedules[0], [measured], measured.backward)
     replay = Replay(timed, PAIR)
     expected = [overlapped_step_time(schedule, timed, replay) for schedule in schedules]
-    assert prices.wait(60.0) == pytest.approx(expected)
-    assert all(one < replay.predict(two).step_time for one, two in zip(expected, schedules, strict=True))
+    waiting = [replay.predict(schedule).step_time for schedule in schedules]
+    assert prices.wait(60.0) == pytest.approx([*expected, *waiting])
+    assert all(one < other for one, other in zip(expected, waiting, strict=True))
 
 
 def test_an_unknown_computation_is_taken_to_last_as_long_as_the_links_need() -> None:
@@ -166,6 +168,27 @@ def test_a_job_that_tries_no_plans_has_the_first_one_alone(plans: int, monkeypat
     found, _ = proposals.propose(WORKLOAD, proposals.JobLinks(PAIR, Constants()), settings, None)
     assert found is not None
     assert (len(found.plans) == 1) == (plans == 0)
+
+
+def test_a_job_that_may_overlap_also_has_the_plans_of_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
+    plans = {name: builders.build(name, WORKLOAD, PAIR).to_dict() for name in ("byteps", "ps", "all_reduce")}
+
+    def search(workload: Workload, *_: Any, overlaps: bool, **__: Any) -> list[dict[str, Any]]:
+        assert overlaps == (workload.forward_time > 0)
+        best = "byteps" if overlaps else "ps"
+        return [{"plan": plans[name], "seconds": 1.0 + (name != best), "origin": name} for name in (best, "all_reduce")]
+
+    monkeypatch.setattr(PREDICTOR, "search", search)
+    settings: Any = SimpleNamespace(tuning=TuningSettings(), bucket_bytes=None, overlap="step", timeout=1.0)
+    found, _ = proposals.propose(WORKLOAD, proposals.JobLinks(PAIR, Constants()), settings, None)
+    assert found is not None
+    assert [(each.name, each.plan.waits, each.native) for each in found.plans] == [
+        ("byteps", False, False),
+        ("all_reduce", False, False),
+        ("ps, waiting", True, False),
+        ("all_reduce, waiting", True, True),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_batch_counts_that_is_as_large_as_others_and_not_the_first_one() -> No
     for total in (2, 6, 6, 4, 6):  # the first batch has fewer samples than there are ranks
         sampler: Any = SimpleNamespace(take=lambda total=total: Cut(total // 3, total, 3))
         shares.begin_batch(None, sampler)
-        shares.end_backward(overlaps=False, steady=True)
+        shares.end_backward(overlaps=False, usual=True, steady=True)
         shares._keep(steady=True)
     kept = [(samples, math.isfinite(busy)) for samples, busy, _ in shares._measured]
     assert kept[-3:] == [(2, True), (0, False), (2, True)]
