@@ -21,7 +21,7 @@ from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Sta
 _NOTICE = 128.0
 """Bytes of a notice on the wire: 24 bytes of gloo and the headers."""
 _WORKED = 1e9
-"""Bytes that stand for a core-second of a main thread, which shares cores fairly with connections of as many bytes/s."""
+"""Bytes that stand for a core-second of a main thread. It shares cores fairly with connections of as many bytes/s."""
 
 
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
