@@ -72,6 +72,12 @@ def pack_broadcasts(spec: ClusterSpec) -> BroadcastPacking:
     capacities = link_graph.capacities
     if (rate := filling_rate(_load([direct], link_graph) @ numpy.ones(1), capacities)) >= _RATE_KEPT * packing.rate:
         return BroadcastPacking(rate, (1.0,), (direct,))
+    rates = numpy.array([filling_rate(loads, capacities) for loads in packing.loads.T.toarray()])
+    if (alone := numpy.flatnonzero(rates >= _RATE_KEPT * packing.rate)).size:
+        # One frame to each rank in place of several. Several bundles would only spread the forwarding over the ranks.
+        heights = numpy.array([sum(map(height, packing.columns[index])) for index in alone])
+        flattest = int(alone[heights == heights.min()][0])
+        return BroadcastPacking(float(rates[flattest]), (1.0,), (packing.columns[flattest],))
     weights = _flat_weights(packing, capacities, spec.world_size)
     rate, weights = drop_small(weights, packing, capacities, _RATE_KEPT_IN_ALL * packing.rate, _SMALLEST_WEIGHTS)
     order = [int(index) for index in numpy.argsort(-weights, kind="stable") if weights[index] > 0]

@@ -39,13 +39,11 @@ class HostWork:
     Attributes:
         release: [parts] earliest start of each part's work, in seconds from the start of the step.
         core: [parts] core-seconds per rank, computation included.
-        computing: core-seconds of computation in each part of ``core``.
         part_of: [messages] part in which the last gradient of a message is packed and the message is launched.
     """
 
     release: tuple[float, ...]
     core: tuple[float, ...]
-    computing: float
     part_of: tuple[int, ...]
 
 
@@ -106,15 +104,14 @@ class ComputeClock:
             name: min(_PARTS - 1, int(_PARTS * ready / self._workload.backward_time)) if backward > 0 else 0
             for name, ready, _ in self._costs
         }
-        computing = self._cores * backward / _PARTS
-        core = [computing] * _PARTS
+        core = [self._cores * backward / _PARTS] * _PARTS
         for name, _, seconds in self._costs:
             core[part[name]] += seconds
         part_of = [max(part[name] for name in message.variables) for message in schedule.messages]
         for place, cost in zip(part_of, launch_costs, strict=True):
             core[place] += cost
         release = [forward + backward * place / _PARTS for place in range(_PARTS)]
-        return HostWork(tuple(release), tuple(core), computing, tuple(part_of))
+        return HostWork(tuple(release), tuple(core), tuple(part_of))
 
     def _pack(self, speed: float) -> tuple[dict[str, float], float]:
         """Seconds from the start of backward until each gradient is packed, by name, and until backward ends."""

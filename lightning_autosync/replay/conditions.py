@@ -30,7 +30,7 @@ Each is a channel, so many make it slow. With more of them, `fluid` ignores all 
 may then be faster than the engine lets it be."""
 
 _LAST = 1 << 40
-"""Urgency of computation: stages that communicate come first."""
+"""Urgency of the main threads' work: stages that communicate come first."""
 
 
 class SpeedClass(NamedTuple):
@@ -106,8 +106,8 @@ def _with_host_work(
 ) -> StageConditions:
     """Append one stage for each part of the work of some ranks' main threads to the conditions.
 
-    Parts follow each other. Without computation, they are more urgent than all stages that communicate: the kernel
-    prefers threads that sleep most of the time. With it, they come last, as a whole.
+    Parts follow each other. They are less urgent than all stages that communicate: the kernel prefers threads that
+    sleep most of the time, and those that move messages wait for links.
     """
     count, parts = len(conditions.fill), len(host_work.core)
     core, none = numpy.array(host_work.core), numpy.zeros(parts)
@@ -117,13 +117,11 @@ def _with_host_work(
     after = numpy.full((parts, 3), -1, dtype=numpy.int64)
     after[1:, 0] = count + numpy.arange(parts - 1)
     # Main threads of different classes share the cores.
-    stages = (conditions.order.urgency >= 0) & (conditions.order.urgency < _LAST // 2)
+    stages = conditions.order.urgency < _LAST
     rivals = numpy.ones((count + parts, count + parts), dtype=numpy.bool_)
     rivals[:count, :count] = conditions.rivals
     rivals[:count, count:], rivals[count:, :count] = stages[:, None], stages
-    urgency, queue = numpy.arange(-parts, 0), numpy.full(parts, -1, dtype=numpy.int64)
-    if host_work.computing:
-        urgency += _LAST
+    urgency, queue = _LAST + numpy.arange(parts), numpy.full(parts, -1, dtype=numpy.int64)
     own = StartOrder(numpy.array(host_work.release), none, after, urgency, queue)
     return StageConditions(
         numpy.concatenate([conditions.work, work]),

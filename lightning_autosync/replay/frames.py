@@ -20,8 +20,8 @@ from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Sta
 
 _NOTICE = 128.0
 """Bytes of a notice on the wire: 24 bytes of gloo and the headers."""
-_COMPUTED = 1e9
-"""Bytes that stand for a core-second of computation, which shares cores fairly with connections of as many bytes/s."""
+_WORKED = 1e9
+"""Bytes that stand for a core-second of a main thread. It shares cores fairly with connections of as many bytes/s."""
 
 
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
@@ -116,10 +116,7 @@ class _FrameGraph:
         self._notice_queues: dict[int, list[list[NoticeQueue]]] = {}
 
     def add_host_work(self, host_work: Sequence[HostWork]) -> None:
-        """Add the main threads' work [ranks], part after part, as frames that each rank sends to itself.
-
-        Without computation they have one byte, so that they come before all frames of messages.
-        """
+        """Add the main threads' work [ranks], part after part, as frames that each rank sends to itself."""
         ranks = self._network.ranks
         alone = self._network.pairs + ranks**2  # after the transport's and the backend's connections
         before: list[int] = []
@@ -128,7 +125,7 @@ class _FrameGraph:
             # A frame has its cost at both ends, and here both ends are the same rank: hence half of it.
             part = [
                 self._node(
-                    alone + rank * ranks + rank, 1.0 + _COMPUTED * work.computing, 0.0, work.core[number] / 2, 0.0
+                    alone + rank * ranks + rank, 1.0 + _WORKED * work.core[number], 0.0, work.core[number] / 2, 0.0
                 )
                 for rank, work in enumerate(host_work)
             ]

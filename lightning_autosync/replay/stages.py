@@ -362,6 +362,7 @@ class StageMaker:
             launch=constants.exchange_cost + constants.merge_cost + size / constants.copy_rate,
             flows=tuple(flows),
             growth=numpy.ones(self._ranks + 1),
+            handling=constants.merge_cost / 2,  # a rank unpacks each set, but packs its own only once
             finish=self._adding(size),
         )
 

@@ -82,3 +82,12 @@ def test_hundreds_of_ranks_broadcast_through_each_uplink_about_once() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     assert pack_broadcasts(ClusterSpec.uniform(1, bandwidth=1e6)).bundles == (((-1,),),)
+
+
+@pytest.mark.parametrize("name", ["two_nodes_of_four", "two_racks_8to1"])
+def test_one_bundle_is_enough_where_it_reaches_the_rate(name: str) -> None:
+    """With more, each rank would send several frames in place of one, and no link would carry less."""
+    spec = resolve_cluster(name)
+    packing = pack_broadcasts(spec)
+    check(spec, packing)
+    assert packing.weights == (1.0,)

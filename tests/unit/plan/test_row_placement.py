@@ -104,3 +104,13 @@ def test_the_space_offers_it_for_rows_alone() -> None:
 def test_a_tree_starts_at_the_rank_whose_rows_it_carries() -> None:
     with pytest.raises(ValueError, match="the tree of rank 0's rows starts at rank 1"):
         RowBroadcast(0, 4, (Tree((1, -1)), Tree((-1, 0))), 1)
+
+
+def test_the_replay_charges_each_set_of_gathered_rows_that_arrives() -> None:
+    """Eight ranks on one core unpack 7 sets each; each packs its own and adds up 8."""
+    cluster = ClusterSpec.uniform(8, bandwidth=5e9)
+    work = Workload(name="table", variables=(Variable(name="table", shape=(1000, 4), kind="row_sparse", rows=10),))
+    constants = Constants.ideal().model_copy(update={"merge_cost": 1e-3, "cores": 1.0})
+    plan = builders.gathered_rows(work, cluster)
+    step_time = Replay(work, cluster, constants).predict(compile_plan(plan, work, cluster)).step_time
+    assert step_time >= 8 * (7 + 1 + 8) * 1e-3
