@@ -204,7 +204,7 @@ def test_help_has_every_option_and_every_key_with_its_meaning(
     told = capsys.readouterr().out
     for option in (configuration_directory() / "model").glob("*.yaml"):
         assert f"\n  {option.stem} " in told
-    assert "rounds: 5                 # turns of each contender" in told
+    assert "rounds: 5                 # in each round, every contender has one turn" in told
     assert "model=OPTION (default: layers60)" in told
     assert "hydra:" not in told
 
