@@ -10,8 +10,8 @@ checkpoint. A rank in such hooks therefore waits on for ranks that ended with an
 answer. Rank 0, which writes checkpoints, is the exception: it waits only while all ranks made the same calls. The
 others go when it does, or when it gives up a call in its hooks.
 
-Where training ends, ranks also tell each other on these connections how many passes they made. A rank that waits in a
-further pass, because it has more batches than others, then ends with an error that says so.
+Where their batches end, ranks also tell each other on these connections how many they had. A rank that waits in a
+further batch then ends with an error that says so.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class FailureDetector(Monitor):
         """Whether this rank, or on rank 0 any rank, broke off an exchange, so that ranks made different calls."""
         self._gone: float | None = None
         """Time since which an end of this rank's connections is gone, or makes no more calls."""
-        self._passes = self._trainings = 0
-        """Numbers of synchronized passes that this rank has computed, and of trainings that all ranks have ended."""
+        self._batches = self._trainings = 0
+        """Numbers of batches that this rank has begun, and of trainings that all ranks have ended."""
         self._ends: dict[int, tuple[int, int]] = {}
-        """Ends of training, by rank: `_trainings` and `_passes` there. Rank 0 knows all, other ranks the first."""
+        """Ends of batches, by rank: `_trainings` and `_batches` there. Rank 0 knows all, other ranks the first."""
         self._all_ended = threading.Event()
         self._closed = self._over = False
         self._calls: deque[Callable[[], None]] = deque()
@@ -141,13 +141,13 @@ class FailureDetector(Monitor):
             raise self._error(verdict, "")
         if self._failing:
             return
-        for rank, (training, passes) in self._ends.copy().items():
-            if training == self._trainings and passes < self._passes:
+        for rank, (training, batches) in self._ends.copy().items():
+            if training == self._trainings and batches < self._batches:
                 self._break_off()
                 raise ExchangeError(
-                    f"rank {rank} ended training after {passes} synchronized backward passes, but this rank "
-                    f"({self.rank}) is in pass {self._passes}: ranks have different numbers of batches. Give all "
-                    "ranks equally many, for example by limit_train_batches of the Trainer"
+                    f"rank {rank} had {batches} batches until the end of training, but this rank ({self.rank}) is in "
+                    f"batch {self._batches}. Give all ranks equally many, for example by limit_train_batches of the "
+                    "Trainer"
                 )
         if self._terminated is not None and time.monotonic() - self._terminated > self.answer_timeout:
             self._break_off()
@@ -214,16 +214,21 @@ class FailureDetector(Monitor):
         if isinstance(error, PeerLost | KeyboardInterrupt):
             self._break_off()
 
-    def count_pass(self) -> None:
-        self._passes += 1
+    def count_batch(self) -> None:
+        self._batches += 1
+
+    def end_batches(self) -> None:
+        """Tell the other ranks that this one begins no further batch; a rank that waits in one then raises."""
+        end = self.rank, self._trainings, self._batches
+        self._submit(lambda: self._note_end(*end))
 
     def end_training(self) -> None:
-        """Wait until all ranks have ended training; a rank that waits in a further pass then raises. Collective.
+        """Wait until all ranks have had their last batch. Collective.
 
         Raises:
             ExchangeError: a rank is lost, raised an error, or did not end training in `timeout` seconds.
         """
-        self._submit(lambda: self._note_end(self.rank, self._trainings, self._passes))
+        self.end_batches()
         wait_for_ranks(self._all_ended.wait, "the end of training", self.timeout)
         self._all_ended.clear()
         self._trainings += 1
@@ -351,10 +356,10 @@ class FailureDetector(Monitor):
                 self._broken_off = True
             case {"broke off": _}:
                 self._gone = self._gone or time.monotonic()
-            case {"ended": [int(), int() as training, int() as passes]} if self._inquiry is not None:
-                self._note_end(rank, training, passes)
-            case {"ended": [int() as first, int() as training, int() as passes]}:
-                self._ends[first] = (training, passes)
+            case {"ended": [int(), int() as training, int() as batches]} if self._inquiry is not None:
+                self._note_end(rank, training, batches)
+            case {"ended": [int() as first, int() as training, int() as batches]}:
+                self._ends[first] = (training, batches)
             case {"all ended": _}:
                 self._all_ended.set()
             case {"leave": _}:
@@ -422,15 +427,15 @@ class FailureDetector(Monitor):
             self.verdict = verdict
             self._known.set()
 
-    def _note_end(self, rank: int, training: int, passes: int) -> None:
-        """Note that a rank ended a training. Rank 0 tells all ranks which was the first, and when all have."""
+    def _note_end(self, rank: int, training: int, batches: int) -> None:
+        """Note that a rank has had its last batch. Rank 0 tells all ranks which was the first, and when all have."""
         if self._inquiry is None:
-            self._connections[0].send({"ended": [rank, training, passes]})
+            self._connections[0].send({"ended": [rank, training, batches]})
             return
-        self._ends[rank] = (training, passes)
+        self._ends[rank] = (training, batches)
         ended = sum(theirs == training for theirs, _ in self._ends.values())
         if ended == 1:
-            self._send_all({"ended": [rank, training, passes]})
+            self._send_all({"ended": [rank, training, batches]})
         if ended == 1 + len(self._connections):
             self._send_all({"all ended": True})
             self._all_ended.set()

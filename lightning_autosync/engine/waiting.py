@@ -65,8 +65,8 @@ class Monitor(ABC):
     def announce(self, error: BaseException) -> None:  # noqa: B027 - as before
         """Tell all ranks that this one ends with ``error``."""
 
-    def count_pass(self) -> None:  # noqa: B027 - as before
-        """Count a backward pass that all ranks make together, as this rank has computed it."""
+    def count_batch(self) -> None:  # noqa: B027 - as before
+        """Count a batch of which all ranks have a part, as this rank begins it."""
 
 
 _monitors: list[Monitor] = []
@@ -163,10 +163,10 @@ def announce(error: BaseException) -> None:
         _monitors[-1].announce(error)
 
 
-def count_pass() -> None:
-    """Tell the active monitor, if any, that this rank has computed a backward pass that all ranks make together."""
+def count_batch() -> None:
+    """Tell the active monitor, if any, that this rank begins a batch of which all ranks have a part."""
     if _monitors:
-        _monitors[-1].count_pass()
+        _monitors[-1].count_batch()
 
 
 def _patch_works() -> None:

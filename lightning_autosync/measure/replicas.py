@@ -181,10 +181,11 @@ class PlanReplica(Replica):
         super().__init__(training)
         two_levels = self._parameters[0].is_cuda  # as in jobs on NCCL
         self.schedule = compile_plan(plan, workload, cluster, two_level_collectives=two_levels)
-        if self.waits == "parameters":
+        waits: Waits = "backward" if self.schedule.waits else self.waits
+        if waits == "parameters":
             self.schedule = first_parameters_first(self.schedule, [variable.name for variable in workload.variables])
         names = variable_names(self.module)
-        self.engine = Engine(names, self.schedule, cluster=cluster, timeout=timeout, waits=self.waits)
+        self.engine = Engine(names, self.schedule, cluster=cluster, timeout=timeout, waits=waits)
         self._buffers = BufferBroadcast(self.module)
 
     @property

@@ -20,12 +20,16 @@ def overlapped_step_time(
 ) -> float:
     """Step time with ``overlap="step"``, whose messages leave in the order of the forward pass; see `overlapped_step`.
 
+    A schedule that says that steps wait takes its usual time.
+
     Args:
         schedule: a schedule for the workload.
         workload: the workload.
         replay: a replay of the workload on its cluster.
         prediction: the prediction of the schedule without overlap, if it is known.
     """
+    if schedule.waits:
+        return (prediction or replay.predict(schedule)).step_time
     ordered = first_parameters_first(schedule, [variable.name for variable in workload.variables])
     if prediction is None or ordered.tree_edges():  # priorities count on trees only
         prediction = replay.predict(ordered)

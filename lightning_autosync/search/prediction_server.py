@@ -91,7 +91,7 @@ def _predict(
         if time.thread_time() - begin > limit:
             return []
         schedule = compile_plan(plan, workload, cluster)
-        if overlaps and not plan.waits:
+        if overlaps:
             found.append(overlapped_step_time(schedule, workload, replay))
         else:
             found.append(replay.predict(schedule).step_time)

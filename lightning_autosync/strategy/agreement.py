@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -50,7 +51,8 @@ def agree(step: Callable[[], T], identify: Callable[[T], dict[str, str]], group:
         _raise_difference([vote["identity"] for vote in votes])
     except Exception as error:
         told = next((rank for rank, vote in enumerate(votes) if "error" in vote), 0)
-        if dist.get_rank(group) != told:
+        known = cause is None or vote.items() == votes[told].items()
+        if dist.get_rank(group) != told and known:
             _print_in_one_line(error)
         raise
     return result
@@ -58,10 +60,10 @@ def agree(step: Callable[[], T], identify: Callable[[T], dict[str, str]], group:
 
 def _print_in_one_line(raised: Exception) -> None:
     """Leave out the traceback of an error, if it ends this process: another rank prints it with the same error."""
-    print_error = sys.excepthook
+    print_error, known = sys.excepthook, weakref.ref(raised)  # the error refers to all frames, and these to the model
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if error is raised:
+        if error is known():
             error.__traceback__ = trace = None
             error.__cause__ = None
         print_error(kind, error, trace)

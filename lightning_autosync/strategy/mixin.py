@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.engine.failure_detector import FailureDetector
+from lightning_autosync.engine.waiting import count_batch
 from lightning_autosync.plan import Semantics
 from lightning_autosync.ports import PortRange, listening_within
 from lightning_autosync.strategy.agreement import checked_formation, compare_ranks
@@ -260,6 +261,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch is None and self._shares is not None and self._trainer.training:
             self._shares.skip_batch()  # Lightning passes over it, and calls no other hook
+            count_batch()
         return super().batch_to_device(batch, *args, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -296,9 +298,15 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         self.settle()
         self.drain()
 
+    def end_batches(self) -> None:
+        """Tell the other ranks that this one begins no further batch."""
+        if self._failure_detector is not None:
+            self._failure_detector.end_batches()
+
     def end_training(self) -> None:
         """End training on this rank, before the user's hooks at its end, which may change the model on some ranks."""
         self.drain()
+        self.settle()  # a batch more than other ranks' may be under way
         if self._failure_detector is not None:
             self._failure_detector.end_training()
         if self._replica is not None:

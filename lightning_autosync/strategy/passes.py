@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.accumulator_hooks import AccumulatorHooks
-from lightning_autosync.engine.waiting import count_pass
+from lightning_autosync.engine.waiting import count_batch
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy.base import Replica
 
@@ -58,6 +58,9 @@ class SynchronizedPasses(Replica):
         """Whether a synchronized backward pass has begun, or may follow the last forward pass."""
         return self._engine is not None and (self._engine.expects or self._engine.in_pass)
 
+    def begin_batch(self) -> None:
+        count_batch()
+
     def training_step(self, batch: Any) -> AbstractContextManager[None]:
         return self._training_step()
 
@@ -93,8 +96,6 @@ class SynchronizedPasses(Replica):
         try:
             yield
             ended = True
-            if enabled:  # here, because a rank that lacked memory begins a pass again
-                count_pass()
             self._has_synchronized |= enabled
             engine.end_backward()
         except BaseException as error:

@@ -151,7 +151,7 @@ def fall_back(resolution: Resolution, error: OpeningError) -> Resolution:
         resolution,
         plan=native.plan,
         schedule=compile_plan(native.plan, resolution.workload, resolution.cluster),
-        reason=f"fused native all-reduce, because ranks cannot open {resolution.alternatives[0].name}: {error}",
+        reason=f"{native.name}, because ranks cannot open {resolution.alternatives[0].name}: {error}",
         alternatives=[native, *rest],
     )
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, gather_json
+from lightning_autosync.engine.waiting import count_batch
 from lightning_autosync.errors import AutoSyncError, PeerLost
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.checkpoint import make_whole
@@ -116,6 +117,9 @@ class SplitReplica(Replica):
     def before_forward(self, synchronizes: bool) -> None:
         if self._buffers is not None:
             self._buffers.before_forward(synchronizes)
+
+    def begin_batch(self) -> None:
+        count_batch()
 
     def training_step(self, batch: Any) -> AbstractContextManager[None]:
         return self.split.forward(batch)

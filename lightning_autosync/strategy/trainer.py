@@ -64,7 +64,19 @@ class ErrorReport(_Callback):
 
 
 class EndOfTraining(_Callback):
-    """Ends training on all ranks before other hooks, which may prepare rank 0's model for export, for example."""
+    """Ends training on all ranks before other hooks, which may prepare rank 0's model for export, for example.
+
+    Where the last batch is known to be the last, it tells the other ranks before hooks make collective calls, such as
+    those that save checkpoints. A rank with more batches then gets an error, and does not wait for them.
+    """
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if trainer.training and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self.on_train_epoch_end(trainer, module)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch + 1 == trainer.max_epochs:
+            trainer.strategy.end_batches()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         trainer.strategy.end_training()

@@ -341,11 +341,13 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
         return ((torch.ones(models.FEATURES), 0) for _ in range(self.samples))
 
 
-def uneven_streams(longer: int, **strategy: Any) -> str:
+def uneven_streams(longer: int, folder: str, model: str = "Plain", checkpoints: bool = False, **strategy: Any) -> str:
     """What ``fit`` raises if rank ``longer`` has one more batch than the other one."""
     data = DataLoader(Stream(12 if dist.get_rank() == longer else 8), batch_size=4)
+    options = {"max_epochs": 1, "enable_checkpointing": checkpoints, "default_root_dir": folder}
     try:
-        make_trainer(AutoSyncStrategy(**strategy, timeout=20), max_epochs=1).fit(models.Plain(), data)
+        trainer = make_trainer(AutoSyncStrategy(**strategy, timeout=20), **options)
+        trainer.fit(getattr(models, model)(), data)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"

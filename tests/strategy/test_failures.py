@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import jobs
 import lightning.fabric.strategies.launchers as fabric_launchers
@@ -13,6 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from sweeps import sweep
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, SyncPlan
 from lightning_autosync.cluster import ClusterSpec
@@ -248,14 +250,23 @@ def test_a_backward_pass_that_breaks_off_on_one_rank_ends_all(duo, victim: int) 
         assert rank["seconds"] < 10
 
 
+UNEVEN: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all_reduce": {"plan": "all_reduce"},
+    "byteps": {"plan": "byteps"},
+    "overlap": {"plan": "byteps", "overlap": "step"},
+    "buffers": {"model": "Normalized"},
+    "checkpoints": {"checkpoints": True},
+}
+
+
 @pytest.mark.parametrize("longer", [0, 1])
-@pytest.mark.parametrize("plan", [None, "all_reduce", "byteps"])
-def test_different_numbers_of_batches_are_named_when_training_ends(duo, plan: str | None, longer: int) -> None:
-    found = duo.run(jobs.uneven_streams, longer=longer, plan=plan)
-    if plan == "all_reduce":  # an all-reduce that one rank began stays in the process group of the pool
-        duo.live().close()
-    told = f"rank {1 - longer} ended training after 2 synchronized backward passes, but this rank ({longer}) is in"
-    assert found[longer].startswith(f"ExchangeError: {told} pass 3: ranks have different numbers of batches.")
+@pytest.mark.parametrize("case", sweep(UNEVEN, ["default", "overlap", "buffers", "checkpoints"]))
+def test_different_numbers_of_batches_are_named_when_training_ends(duo, tmp_path, case: str, longer: int) -> None:
+    found = duo.run(jobs.uneven_streams, longer=longer, folder=str(tmp_path), **UNEVEN[case])
+    duo.live().close()  # collective calls that one rank began stay in the process group of the pool
+    told = f"rank {1 - longer} had 2 batches until the end of training, but this rank ({longer}) is in batch 3"
+    assert found[longer].startswith(f"ExchangeError: {told}")
     assert found[1 - longer].startswith(f"PeerLost: rank {longer} is lost: it ended with ExchangeError: {told}")
 
 

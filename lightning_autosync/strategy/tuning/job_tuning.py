@@ -238,7 +238,8 @@ class JobTuning:
         if self._preparation is None or self._preparation.remembered is not None or len(self._schedules) == 1:
             return None
         assert self._settings.tuning is not None
-        limit, overlaps = self._settings.tuning.search, self._settings.overlap is not None
+        overlaps = self._settings.overlap is not None
+        limit = self._settings.tuning.search * (2 if overlaps else 1)  # of which two searches have found the plans
         plans = [each.plan for each in found.alternatives]
         return PlanPrices(
             found.workload, found.cluster, self._constants, plans, self._schedules[0], limit, overlaps=overlaps
@@ -335,8 +336,13 @@ class JobTuning:
             resolution=found,
             constants=self._constants,
             measured=self._measured(),
-            overlaps=None if self._settings.overlap is None else not found.plan.waits,
+            overlaps=None if self._settings.overlap is None else self._overlaps(found),
         )
+
+    @staticmethod
+    def _overlaps(found: Resolution) -> bool:
+        messages = [] if found.schedule is None else found.schedule.messages
+        return not found.plan.waits and not all(each.waits_in_backward for each in messages)
 
     def _measured(self) -> MeasuredSteps | None:
         """What `step_figures` told so far, with a typical step; None if steps were not measured."""

@@ -113,19 +113,19 @@ def test_training_ends_where_all_ranks_have_ended_it(ends: tuple[FailureDetector
         for passes in (2, 0, 3):  # one job may train several times
             for end in ends:
                 for _ in range(passes):
-                    end.count_pass()
+                    end.count_batch()
             assert list(threads.map(end_training, ends)) == ["ended", "ended"]
             for end in ends:
                 end.check()
 
 
 @pytest.mark.parametrize("longer", [0, 1])
-def test_a_further_pass_than_others_made_is_an_error(
+def test_a_further_batch_than_others_had_is_an_error(
     ends: tuple[FailureDetector, FailureDetector], longer: int
 ) -> None:
     for end in (*ends, ends[longer]):
-        end.count_pass()
-    told = f"rank {1 - longer} ended training after 1 synchronized backward passes, but this rank ({longer}) is in"
+        end.count_batch()
+    told = f"rank {1 - longer} had 1 batches until the end of training, but this rank ({longer}) is in batch 2"
     with ThreadPoolExecutor() as threads:
         ended = threads.submit(end_training, ends[1 - longer])
         with pytest.raises(ExchangeError, match=re.escape(told)) as raised:
