@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
@@ -187,7 +187,8 @@ class ClusterSpec(Document):
         name: str = "star",
     ) -> ClusterSpec:
         """One switch, and one node for each of ``bandwidths``."""
-        rates = bandwidths if isinstance(bandwidths, str) else list(bandwidths)  # a text is no list of characters
+        # A text is no list of characters; what else is no list is refused below.
+        rates = list(bandwidths) if isinstance(bandwidths, Iterable) and not isinstance(bandwidths, str) else bandwidths
         shape = {"bandwidths": rates, "devices": devices, "latency": latency}
         return cls._from_shape(name, "star", shape)
 

@@ -18,7 +18,8 @@ class TuningSettings:
     Attributes:
         probe: maximum seconds to measure the links of the job, before training where no cluster is given, and again
             when they seem to have changed; 0 never measures them.
-        search: maximum seconds to search for plans by simulation before training, and to predict them again beside it.
+        search: maximum seconds to search for plans by simulation before training, and to predict them again beside it;
+            twice as many with ``overlap="step"``.
         plans: number of plans that may be tried on training steps; 0 trains by the first one.
         warm_up: synchronized passes before the first trial.
         passes: maximum number of passes of each of two plans that are compared; twice as many where a gain is not yet

@@ -36,7 +36,7 @@ _LARGEST_ERROR = 3 * KIND_SPREAD
 BLOCK = 3
 """Passes in a row of each plan in a trial in which only one of the plans waits. The first of them does not count. After
 passes that overlap, ranks are at different places of their programs, and sums of other ranks may be under way. Between
-two sites, single passes made overlap seem 1% faster than waiting, and it was 7% slower."""
+two sites, single passes made overlap seem 1% faster than waiting, and it was 9% slower."""
 _CLEAR_LOSSES = 2
 """After so many clearly slower plans of one kind, no other plan of that kind is tried: its predictions do not hold on
 these hosts."""
