@@ -27,7 +27,7 @@ Costs = NDArray[numpy.float64]
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     """Settings of a step besides the model.
 
     Attributes:
@@ -121,7 +121,7 @@ def local_bytes(
 class LayerCosts:
     """Costs of operators on one mesh."""
 
-    def __init__(self, pricing: Pricing, settings: Settings) -> None:
+    def __init__(self, pricing: Pricing, settings: StepSettings) -> None:
         self.pricing = pricing
         self.settings = settings
 

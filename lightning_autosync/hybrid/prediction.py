@@ -29,7 +29,7 @@ from lightning_autosync.hybrid.cost import (
     STATE,
     Costs,
     LayerCosts,
-    Settings,
+    StepSettings,
     makes,
     step_seconds,
     summed,
@@ -75,7 +75,7 @@ class HybridPrediction:
 
     costs: Costs
     sent: tuple[SentBytes, ...]
-    settings: Settings
+    settings: StepSettings
     stages: tuple[MemoryStage, ...]
 
     @property
@@ -99,7 +99,7 @@ def predict(
     graph: Graph,
     cluster: ClusterSpec | Links,
     rates: HybridRates | None = None,
-    settings: Settings | None = None,
+    settings: StepSettings | None = None,
 ) -> HybridPrediction:
     """Predict the costs of a plan on a cluster.
 
@@ -124,7 +124,7 @@ def predict(
             f"plan: workload: it was made for another model ({plan.workload}; this one is {graph.fingerprint})"
         )
     ranks = tuple(int(rank) for rank in plan.rank_array.ravel())
-    settings = settings or Settings()
+    settings = settings or StepSettings()
     costs = LayerCosts(Pricing(plan.mesh, ranks, links, rates or HybridRates()), settings)
     return predict_with(costs, plan, graph)
 

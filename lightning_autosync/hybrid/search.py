@@ -11,7 +11,7 @@ from itertools import product
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.hybrid.cost import Costs, LayerCosts, Settings, step_seconds
+from lightning_autosync.hybrid.cost import Costs, LayerCosts, StepSettings, step_seconds
 from lightning_autosync.hybrid.descent import Descent
 from lightning_autosync.hybrid.exact import exact
 from lightning_autosync.hybrid.graph import Graph
@@ -71,7 +71,7 @@ def search(
     rates: HybridRates | None = None,
     *,
     memory: float | None = None,
-    settings: Settings | None = None,
+    settings: StepSettings | None = None,
     starts: int = 4,
     keep: int = 5,
     seed: int = 0,
@@ -93,7 +93,7 @@ def search(
         ClusterError: the rates of the links are unknown.
     """
     cluster.require_measured()
-    return _Search(graph, cluster, rates or HybridRates(), memory, settings or Settings(), starts, keep, seed).run(
+    return _Search(graph, cluster, rates or HybridRates(), memory, settings or StepSettings(), starts, keep, seed).run(
         meshes or shapes(cluster.world_size)
     )
 
@@ -123,7 +123,7 @@ class _Search:
         cluster: ClusterSpec,
         rates: HybridRates,
         memory: float | None,
-        settings: Settings,
+        settings: StepSettings,
         starts: int,
         keep: int,
         seed: int,

@@ -18,7 +18,7 @@ from lightning_autosync.hybrid.cost import (
     STATE,
     SYNCHRONIZATION,
     UPDATE,
-    Settings,
+    StepSettings,
 )
 from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.prediction import HybridPrediction, SentBytes, peak_bytes, predict
@@ -84,7 +84,7 @@ def predict_hybrid(
         PlanError: the plan is for another model or number of ranks.
         ClusterError: the rates of the links are unknown.
     """
-    found = predict(plan, graph, cluster, rates, Settings(slots=slots))
+    found = predict(plan, graph, cluster, rates, StepSettings(slots=slots))
     _result(plan, found).write(directory)
     mesh_picture(plan, cluster).figure.savefig(directory / "mesh.svg")
     lines = [f"a step takes {milliseconds(found.step_seconds)}; a rank sends {bytes_text(found.bytes)} and needs "]

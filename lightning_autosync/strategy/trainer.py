@@ -71,7 +71,8 @@ class EndOfTraining(_Callback):
     """
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        if trainer.training and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        fits = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if fits and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self.on_train_epoch_end(trainer, module)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:

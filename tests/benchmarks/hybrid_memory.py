@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.capture import capture
-from lightning_autosync.hybrid.cost import Settings
+from lightning_autosync.hybrid.cost import StepSettings
 from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.prediction import predict
@@ -33,7 +33,7 @@ MODELS = {
     "transformer": {"kind": "transformer", "width": 512, "layers": 8, "length": 256, "batch": 4},
 }
 STEPS = 3
-SGD = Settings(slots=0)
+SGD = StepSettings(slots=0)
 
 
 def main() -> None:

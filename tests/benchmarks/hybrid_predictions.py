@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.capture import capture
-from lightning_autosync.hybrid.cost import LayerCosts, Settings, step_seconds
+from lightning_autosync.hybrid.cost import LayerCosts, StepSettings, step_seconds
 from lightning_autosync.hybrid.exact import exact
 from lightning_autosync.hybrid.mesh import Links, near_order, shapes
 from lightning_autosync.hybrid.plan import HybridPlan
@@ -78,7 +78,7 @@ def _plans(model: Model, cluster: ClusterSpec, rates: HybridRates, count: int) -
     meshes = shapes(cluster.world_size)
     for number in range(10 * count):
         mesh = meshes[number % len(meshes)]
-        costs = LayerCosts(Pricing(mesh, near_order(cluster), links, rates), Settings(slots=0))
+        costs = LayerCosts(Pricing(mesh, near_order(cluster), links, rates), StepSettings(slots=0))
         on_mesh = tables(of, costs)
         choice = exact(on_mesh)[0] if number < len(meshes) else _drawn(on_mesh, rng)
         plan = plan_of(on_mesh, choice)

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.conversions import COLLECTIVES, sent
-from lightning_autosync.hybrid.cost import LayerCosts, Settings
+from lightning_autosync.hybrid.cost import LayerCosts, StepSettings
 from lightning_autosync.hybrid.exact import exact
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
@@ -45,7 +45,7 @@ def best(ranks: int) -> tuple[HybridPlan, float]:
     """The plan that sends least, and its predicted bytes."""
     cluster = ClusterSpec.uniform(ranks, 1, "1 Gbit/s")
     graph = capture(chain(), torch.zeros(WIDTH // ranks, WIDTH))
-    settings, found = Settings(overlap=False), []
+    settings, found = StepSettings(overlap=False), []
     for mesh in shapes(ranks):
         pricing = Pricing(mesh, near_order(cluster), Links(cluster), RATES)
         on_mesh = tables(structure(graph), LayerCosts(pricing, settings))

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.capture import capture
-from lightning_autosync.hybrid.cost import LayerCosts, Settings
+from lightning_autosync.hybrid.cost import LayerCosts, StepSettings
 from lightning_autosync.hybrid.descent import Descent
 from lightning_autosync.hybrid.exact import exact
 from lightning_autosync.hybrid.mesh import Links, near_order, shapes
@@ -28,7 +28,7 @@ from lightning_autosync.hybrid.tables import tables
 CHAINS, RANKS, STARTS = 40, 8, 4
 WIDTHS = (256, 512, 1024, 2048, 4096)
 RATE = "1 Gbit/s"
-ADDING_UP = Settings(overlap=False)
+ADDING_UP = StepSettings(overlap=False)
 """The exact optimum is that of costs that add up."""
 
 

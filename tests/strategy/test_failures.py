@@ -257,11 +257,12 @@ UNEVEN: dict[str, dict[str, Any]] = {
     "overlap": {"plan": "byteps", "overlap": "step"},
     "buffers": {"model": "Normalized"},
     "checkpoints": {"checkpoints": True},
+    "validation": {"model": "Validates"},
 }
 
 
 @pytest.mark.parametrize("longer", [0, 1])
-@pytest.mark.parametrize("case", sweep(UNEVEN, ["default", "overlap", "buffers", "checkpoints"]))
+@pytest.mark.parametrize("case", sweep(UNEVEN, ["default", "overlap", "buffers", "checkpoints", "validation"]))
 def test_different_numbers_of_batches_are_named_when_training_ends(duo, tmp_path, case: str, longer: int) -> None:
     found = duo.run(jobs.uneven_streams, longer=longer, folder=str(tmp_path), **UNEVEN[case])
     duo.live().close()  # collective calls that one rank began stay in the process group of the pool

@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 from lightning_autosync.documents import bytes_text, checked, digest, parse_json, seconds_text
 from lightning_autosync.errors import DocumentError, PlanError, TuningError
 from lightning_autosync.hybrid.capture import capture
-from lightning_autosync.hybrid.cost import Settings as StepSettings
+from lightning_autosync.hybrid.cost import StepSettings
 from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.prediction import predict
 from lightning_autosync.hybrid.rates import HybridRates

@@ -261,8 +261,8 @@ class Tuner:
         other, own = self._candidates[candidate], self._candidates[self.present]
         if other.always or (other is self._best_waiting and not own.waits):
             present = max(own.predicted, self.usual_seconds)
-            hopeless = self._repriced and other.predicted > GIVE_UP * present
-            return -math.inf if hopeless else math.inf
+            too_slow = self._repriced and other.predicted > GIVE_UP * present
+            return -math.inf if too_slow else math.inf
         if other.kind != own.kind and self._clear_losses[other.kind] >= _CLEAR_LOSSES:
             return -math.inf
         differences = self._differences(candidate)

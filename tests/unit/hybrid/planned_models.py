@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.capture import capture
-from lightning_autosync.hybrid.cost import LayerCosts, Settings, step_seconds
+from lightning_autosync.hybrid.cost import LayerCosts, StepSettings, step_seconds
 from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.mesh import Links, near_order
 from lightning_autosync.hybrid.pricing import Pricing
@@ -110,7 +110,7 @@ def graph_of(name: str) -> Graph:
 
 def tables_of(graph: Graph, cluster: ClusterSpec, mesh: tuple[int, ...], collapse: bool = True) -> Tables:
     pricing = Pricing(mesh, near_order(cluster), Links(cluster), HybridRates())
-    return tables(structure(graph, collapse), LayerCosts(pricing, Settings()))
+    return tables(structure(graph, collapse), LayerCosts(pricing, StepSettings()))
 
 
 def home(found: Tables) -> list[int]:

@@ -14,7 +14,7 @@ from sweeps import SHARE, sweep
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError, PlanError
 from lightning_autosync.hybrid.capture import capture
-from lightning_autosync.hybrid.cost import BOXING_FORWARD, Settings, memory_bytes, step_seconds
+from lightning_autosync.hybrid.cost import BOXING_FORWARD, StepSettings, memory_bytes, step_seconds
 from lightning_autosync.hybrid.descent import Descent
 from lightning_autosync.hybrid.exact import exact
 from lightning_autosync.hybrid.mesh import shapes
@@ -147,7 +147,7 @@ def test_repeated_blocks_are_searched_once() -> None:
 def test_gradients_that_overlap_cost_what_outlasts_computing() -> None:
     graph = graph_of("mlp")
     plan = search(graph, SLOW).data_parallel.plan
-    one, other = (predict(plan, graph, SLOW, settings=Settings(overlap=overlap)) for overlap in (True, False))
+    one, other = (predict(plan, graph, SLOW, settings=StepSettings(overlap=overlap)) for overlap in (True, False))
     assert one.step_seconds < other.step_seconds
     assert one.bytes == other.bytes == pytest.approx(2 * 3 / 4 * graph.weight_bytes)
     assert [part.phase for part in one.sent] == ["gradients"]
@@ -158,7 +158,7 @@ def test_memory_counts_parameters_gradients_and_optimizer_state() -> None:
     plan = search(graph, SLOW).data_parallel.plan
     kept = sum(operator.work.kept + operator.after.kept for operator in graph.operators)
     for slots in (0, 1, 2):
-        found = predict(plan, graph, SLOW, settings=Settings(slots=slots))
+        found = predict(plan, graph, SLOW, settings=StepSettings(slots=slots))
         # Parameters, their gradients, and the buffers in which these travel.
         assert found.memory >= (3 + slots) * graph.weight_bytes
         assert float(memory_bytes(found.costs)) == pytest.approx((3 + slots) * graph.weight_bytes + kept)

@@ -78,7 +78,7 @@ def test_trials_under_way_are_known():
     assert [(one.state, one.params) for one in listener.heard] == [(TrialState.RUNNING, {"x": running.params["x"]})]
 
 
-def test_times_are_on_the_footing_of_the_run_that_asks():
+def test_times_are_corrected_to_the_speed_of_the_run_that_asks():
     study, listener = _told()
     for run, reference in (("slow", 2.0), ("fast", 1.0)):
         for batch in range(0, 60, 2):

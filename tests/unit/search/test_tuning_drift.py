@@ -74,7 +74,7 @@ def test_a_slower_machine_is_believed_though_the_sampler_learns_from_what_it_mea
 
 
 @pytest.mark.slow
-def test_ddp_and_builders_beside_the_study_are_brought_to_the_footing_of_the_trials():
+def test_ddp_and_builders_beside_the_study_are_corrected_for_drift_like_the_trials():
     world = World(budget=14)
     trials = world.trials()
     reference = world.reference(trials)
@@ -192,7 +192,7 @@ def test_a_plan_that_does_not_run_is_no_reference():
     assert reference.measure() == pytest.approx(SLOWEST_RANK)
 
 
-def test_each_process_sees_the_drift_of_its_own_trials_and_ranks_all_on_its_footing():
+def test_each_process_sees_the_drift_of_its_own_trials_and_ranks_all_by_it():
     storage = optuna.storages.InMemoryStorage()
     for number, (name, factor) in enumerate([("one", 1.0), ("two", 2.0)] * 3):
         world = World(storage=storage, batch=3, budget=3 * (number + 1))
