@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import selectors
 import socket
@@ -115,7 +116,7 @@ class FailureDetector(Monitor):
         self._batches = self._trainings = 0
         """Numbers of batches that this rank has begun, and of trainings that all ranks have ended."""
         self._ends: dict[int, tuple[int, int]] = {}
-        """Ends of batches, by rank: `_trainings` and `_batches` there. Rank 0 knows all, other ranks the first."""
+        """Ends of batches, by rank: `_trainings` and `_batches` there. Other ranks than 0 know that with the fewest."""
         self._all_ended = threading.Event()
         self._closed = self._over = False
         self._calls: deque[Callable[[], None]] = deque()
@@ -428,15 +429,16 @@ class FailureDetector(Monitor):
             self._known.set()
 
     def _note_end(self, rank: int, training: int, batches: int) -> None:
-        """Note that a rank has had its last batch. Rank 0 tells all ranks which was the first, and when all have."""
+        """Note that a rank has had its last batch. Rank 0 tells all ranks which has the fewest, and when all have."""
         if self._inquiry is None:
             self._connections[0].send({"ended": [rank, training, batches]})
             return
+        # A rank with a further batch may have launched it, and end before one that lacks it.
+        least = min((count for theirs, count in self._ends.values() if theirs == training), default=math.inf)
         self._ends[rank] = (training, batches)
-        ended = sum(theirs == training for theirs, _ in self._ends.values())
-        if ended == 1:
+        if batches < least:
             self._send_all({"ended": [rank, training, batches]})
-        if ended == 1 + len(self._connections):
+        if sum(theirs == training for theirs, _ in self._ends.values()) == 1 + len(self._connections):
             self._send_all({"all ended": True})
             self._all_ended.set()
 

@@ -267,7 +267,7 @@ def test_different_numbers_of_batches_are_named_when_training_ends(duo, tmp_path
     found = duo.run(jobs.uneven_streams, longer=longer, folder=str(tmp_path), **UNEVEN[case])
     duo.live().close()  # collective calls that one rank began stay in the process group of the pool
     told = f"rank {1 - longer} had 2 batches until the end of training, but this rank ({longer}) is in batch 3"
-    assert found[longer].startswith(f"ExchangeError: {told}")
+    assert found[longer].startswith(f"ExchangeError: {told}"), found
     assert found[1 - longer].startswith(f"PeerLost: rank {longer} is lost: it ended with ExchangeError: {told}")
 
 

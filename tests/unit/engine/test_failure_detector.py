@@ -134,6 +134,20 @@ def test_a_further_batch_than_others_had_is_an_error(
         assert told in ended.result()
 
 
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_rank_that_ends_after_one_with_more_batches_is_an_error(
+    ends: tuple[FailureDetector, FailureDetector], longer: int
+) -> None:
+    for end in (*ends, ends[longer]):
+        end.count_batch()
+    ends[longer].end_batches()
+    while longer not in ends[0]._ends:
+        time.sleep(0.01)
+    ends[1 - longer].end_batches()
+    with pytest.raises(ExchangeError, match=f"rank {1 - longer} had 1 batches"):
+        wait_for_ranks(lambda seconds: bool(ends[longer].check()), "a test", 20.0)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_one_rank_reaches_the_other(ends: tuple[FailureDetector, FailureDetector], failing: int) -> None:
     ends[failing].announce(ValueError("too small"))
