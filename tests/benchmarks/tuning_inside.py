@@ -60,6 +60,7 @@ from lightning_autosync.measure.launches.settings import LaunchSettings  # noqa:
 from lightning_autosync.measure.models.recipes import model_of  # noqa: E402
 from lightning_autosync.measure.step_time import Interval, paired_ratio  # noqa: E402
 from lightning_autosync.measure.workers import WorkerPool  # noqa: E402
+from lightning_autosync.plan import SyncPlan  # noqa: E402
 from lightning_autosync.run_files import RunFile, alone  # noqa: E402
 from lightning_autosync.training.settings import TrainingSettings  # noqa: E402
 from tests.benchmarks import tuning_inside_calls as calls  # noqa: E402
@@ -215,7 +216,7 @@ class Job:
 
     def __init__(self, pool: WorkerPool, settings: dict[str, Any], cluster: ClusterSpec, directory: Path) -> None:
         self._pool, self._settings, self._directory = pool, settings, directory
-        self._rest = {"cluster": cluster.to_dict(), "plan": None, "directory": str(directory), "turns": str(directory)}
+        self._rest = {"cluster": cluster.to_dict(), "directory": str(directory), "turns": str(directory)}
         names = ["waits", *(f"go.{rank}" for rank in range(cluster.world_size))]
         directory.mkdir()
         for name in names:
@@ -223,12 +224,15 @@ class Job:
         self._waits, *self._go = (os.open(directory / name, os.O_RDWR) for name in names)
         self._under_way: Future[Any] | None = None
 
-    def train(self, strategy: str, steps: int, arguments: dict[str, Any], slice: int = 0) -> list[dict[str, Any]]:
+    def train(
+        self, strategy: str, steps: int, arguments: dict[str, Any], slice: int = 0, plan: SyncPlan | None = None
+    ) -> list[dict[str, Any]]:
         """What `tuning_inside_calls.train` returns on each rank."""
         settings = TrainingSettings.parse(
             {**self._settings, "sync": {"strategy": strategy, "arguments": arguments}, "trainer": _trainer(steps)}
         )
-        request = {"settings": settings.model_dump(mode="json"), "slice": slice, **self._rest}
+        given = None if plan is None else plan.to_dict()
+        request = {**self._rest, "settings": settings.model_dump(mode="json"), "slice": slice, "plan": given}
         return self._pool.run(calls.train, request=request)
 
     def start(self, threads: ThreadPoolExecutor, *arguments: Any) -> None:
@@ -345,19 +349,19 @@ def measure(pair: str, seconds: float, steps: int, least: int, plan: str = "") -
     with ThreadPoolExecutor(2) as threads, two_jobs(settings, 4 * seconds + 60) as (ddp, ours):
         clock.took("processes")
         if plan:
-            fixed = {"plan": plan, "tuning": "off", "gradient_as_bucket_view": True}
-            best, other = plan, ("autosync", fixed)
-            steps_of_fixed = ddp.train("autosync", WARM_UP + SCREENED, fixed)[0]["steps"][WARM_UP:]
-            screened = {best: [statistics.median(steps_of_fixed)]}
+            fixed = {"tuning": "off", "gradient_as_bucket_view": True}
+            best, strategy, options, given = plan, "autosync", fixed, SyncPlan.load(plan)
+            found = ddp.train(strategy, WARM_UP + SCREENED, options, plan=given)[0]["steps"][WARM_UP:]
+            screened = {best: [statistics.median(found)]}
         else:
             screened = screen(ddp, seconds / 3)
             best = min(screened, key=lambda name: min(screened[name]))
-            other = "ddp", DDP[best]
+            strategy, options, given = "ddp", DDP[best], None
         clock.took("all of DDP")
         # Links are measured and plans searched in some 15 s.
         left = (seconds - clock.seconds["all"] - 15) / 2
         slices = min(steps, max(least, int(left / min(screened[best])))) // SLICE
-        ddp.start(threads, other[0], slices * SLICE, other[1], SLICE)
+        ddp.start(threads, strategy, slices * SLICE, options, SLICE, given)
         ours.start(threads, "autosync", slices * SLICE, OURS, SLICE)
         clock.took("start")
         for number in range(slices):
