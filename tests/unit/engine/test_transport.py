@@ -7,10 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from lightning_autosync.engine.transport import _HEADER, UP, Frame, Peer, Transport, _Connection
+from lightning_autosync.engine.exchanges.trees import TreeSteps
+from lightning_autosync.engine.transport import _HEADER, DOWN, UP, Frame, Peer, Transport, _Connection
 from lightning_autosync.errors import ExchangeError
 
 
@@ -184,3 +187,19 @@ def test_frames_may_arrive_in_parts_of_any_size(size: int) -> None:
         transport._read(peer)
     transport.close()
     assert inbox.frames == list(enumerate(payloads))
+
+
+@pytest.mark.parametrize("sums_first", [False, True])
+def test_contributions_leave_before_more_urgent_complete_sums_only_if_sums_come_first(sums_first: bool) -> None:
+    sent: list[tuple[tuple[float, ...], int]] = []
+
+    def send(_: Peer, frame: Frame, __: memoryview, urgency: tuple[float, ...], ___: Any) -> None:
+        sent.append((urgency, frame.phase))
+
+    for priority, phase in ((1, DOWN), (0, UP)):
+        message: Any = SimpleNamespace(name="layer", priority=priority)
+        transport: Any = SimpleNamespace(send=send)
+        steps = TreeSteps(transport, 0, message, 1.0)
+        steps.sums_first = sums_first
+        steps._send(Peer(1), (0, 0, phase), memoryview(b""))
+    assert [phase for _, phase in sorted(sent)] == ([UP, DOWN] if sums_first else [DOWN, UP])
