@@ -274,7 +274,7 @@ class Engine:
         for index in indices:
             exchange = self._gradients[index].exchange
             assert isinstance(exchange, Exchange)  # messages of rows have no roots
-            exchange.sums_first = True
+            exchange.send_sums_first()
 
     def members(self, index: int) -> list[nn.Parameter]:
         """The parameters of a message."""

@@ -275,21 +275,23 @@ class DenseGradients(MessageGradients):
         squares = torch.zeros(len(self.parameters), dtype=torch.float64, device="cpu")
         places, parts = self._root_parts
         if parts:
-            wide = torch.promote_types(self._buffer.dtype, torch.float32)
+            wide = torch.promote_types(parts[0].dtype, torch.float32)
             norms = torch.stack(torch._foreach_norm(parts, 2, wide))
             squares.index_add_(0, places, norms.double().square())
         return squares
 
     @cached_property
     def _root_parts(self) -> tuple[Tensor, list[Tensor]]:
-        """The parts of the buffer of which this rank is a root, and the place of the parameter of each."""
+        """The parts of the sum of which this rank is a root, and the place of the parameter of each."""
+        sums = self.exchange.root_buffer
+        assert sums is not None
         places, parts, end = [], [], 0
         for place, view in enumerate(self._views):
             start, end = end, end + view.numel()
             for first, last in self.exchange.root_ranges or ():
                 if max(start, first) < min(end, last):
                     places.append(place)
-                    parts.append(self._buffer[max(start, first) : min(end, last)])
+                    parts.append(sums[max(start, first) : min(end, last)])
         return torch.tensor(places, device="cpu"), parts
 
     def finite(self) -> bool:

@@ -35,6 +35,7 @@ from lightning_autosync.engine.optimizer_steps import (
     why_whole,
 )
 from lightning_autosync.engine.stale_reads import StaleReads
+from lightning_autosync.engine.step_stream import StepStream
 from lightning_autosync.errors import ExchangeError
 
 _deferring: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -88,7 +89,10 @@ class StepOverlap:
         self._on_wait = on_wait
         self._readers: set[str] = set()
         # Hooks of the modules themselves would be saved with them, and would turn off faster paths of evaluation.
-        self._handle: RemovableHandle = register_module_forward_pre_hook(_before_forward)
+        self._hooks = [register_module_forward_pre_hook(_before_forward)]
+        self._stream = StepStream(module)
+        if self._stream.on_device:  # behind the first hook, which makes steps
+            self._hooks.append(register_module_forward_pre_hook(self._stream.before_forward))
         self._checking = ExitStack()
         self._reads = self._checking.enter_context(StaleReads(module)) if check_reads else None
 
@@ -137,6 +141,7 @@ class StepOverlap:
                 if torch._C._functorch.peek_interpreter_stack() is not None:  # a function that torch.func transforms
                     contexts.enter_context(temporarily_clear_interpreter_stack())
                 contexts.enter_context(self.waiting())
+                contexts.enter_context(self._stream.stepping())
                 contexts.enter_context(torch.inference_mode(False))
                 contexts.enter_context(torch.no_grad())
                 contexts.enter_context(torch._C.DisableTorchFunctionSubclass())
@@ -191,6 +196,7 @@ class StepOverlap:
             due = due_of(parameter)
             if due is not None:
                 due.step = step
+                self._stream.follow()
             return due is not None
 
     def begin_pass(self) -> None:
@@ -257,7 +263,7 @@ class StepOverlap:
         found = {}
         for index, of_message in zip(early, norms, strict=True):
             known = dict(zip(launched.engine.members(index), of_message, strict=True))
-            found.update({parameter: known[parameter].to(parameter.dtype) for parameter in asked[index]})
+            found.update({each: known[each].to(each.device, each.dtype) for each in asked[index]})
         return found
 
     def notice_change(self) -> None:
@@ -293,7 +299,8 @@ class StepOverlap:
             if self._open and self._failure is None:
                 self._failure = ExchangeError("parameters have no value: their sums were not awaited before the end")
             atexit.unregister(self._end_with_process)
-            self._handle.remove()
+            for handle in self._hooks:
+                handle.remove()
             self._checking.close()
             if self._engine is not None:
                 self._engine.on_launch = self._engine.before_pass = None
@@ -313,6 +320,7 @@ class StepOverlap:
         for index, parameters in members.items():
             if any(type(each) is not nn.Parameter for each in parameters):
                 engine.finish_message(index)
+        self._stream.follow()
         if engine.pending:
             self._launched = _Launched(engine, {index: members[index] for index in engine.pending})
         for index in engine.pending:

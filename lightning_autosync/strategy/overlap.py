@@ -82,9 +82,12 @@ def _tell_reader(reader: str) -> None:
 
 
 def _why_not(module: nn.Module) -> str:
-    devices = {parameter.device.type for parameter in module.parameters()} - {"cpu"}
-    if devices:
-        return f"the model is on '{devices.pop()}', and steps overlap on the CPU only"
+    devices = {str(parameter.device) for parameter in module.parameters()}
+    others = sorted(each for each in devices if each != "cpu" and not each.startswith("cuda"))
+    if others:
+        return f"the model is on '{others[0]}', and steps overlap on CPUs and CUDA devices only"
+    if len(devices) > 1:
+        return f"the model is on several devices: {', '.join(sorted(devices))}"
     for name, part in module.named_modules():
         called = f"'{name}'" if name else "the model"
         if isinstance(part, torch.jit.ScriptModule):

@@ -50,10 +50,8 @@ class BenchModule(L.LightningModule):
         self._batches = _Batches(model, world_size)
         self._rate = model.learning_rate or 0.0
         inner = model.module()
-        for name, child in inner.named_children():
-            self.add_module(name, child)
-        for name, parameter in inner.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
+        for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            vars(self)[kind] = vars(inner)[kind]  # shared, so that what goes to a device goes there in both
         object.__setattr__(self, "_inner", inner)  # not as a submodule, which would prefix all names
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

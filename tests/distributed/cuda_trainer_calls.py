@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncStrategy, ClusterSpec, SyncPlan, builders
+from lightning_autosync.engine.due_parameter import due_of
 from lightning_autosync.plan import Consistency
 from lightning_autosync.workload import describe
 
@@ -65,7 +66,8 @@ class Learner(LightningModule):
     Args:
         kind: ``plain``; ``normed``: with running statistics; ``unused``: ranks leave out a layer in turn; ``thawed``: a
             layer trains from the third step on; ``poisoned``: rank 1's third loss is infinite; ``delayed``: the device
-            is slower than the host.
+            is slower than the host; ``sides``: a layer runs on another stream of the device, which does not wait for
+            the layer before it.
         momentum: of SGD.
     """
 
@@ -77,11 +79,29 @@ class Learner(LightningModule):
         self.extra.requires_grad_(kind != "thawed")
         self.to(dtype)
         self.losses: list[Tensor] = []
+        self.overlapped = 0
 
     def forward(self, inputs: Tensor, leaves_out: bool = False) -> Tensor:
         features = torch.tanh(self.norm(self.body(inputs)))
         features = Delay.apply(features) if self.kind == "delayed" else features
+        if self.kind == "sides":
+            return self.on_two_streams(features)
         return self.head(features if leaves_out else features + torch.tanh(self.extra(features)))
+
+    def on_two_streams(self, features: Tensor) -> Tensor:
+        if not features.is_cuda:
+            return self.head(features) + self.extra(features)[:, :CLASSES]
+        usual, other = torch.cuda.current_stream(), torch.cuda.Stream()
+        other.wait_stream(usual)
+        Delay.wait(features)
+        first = self.head(features)  # its step is made here, with that of the other layer, and runs after the delay
+        with torch.cuda.stream(other):
+            second = self.extra(features)[:, :CLASSES]
+        usual.wait_stream(other)
+        return first + second
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.overlapped += any(due_of(parameter) is not None for parameter in self.parameters())
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self.kind == "thawed" and index == 2:
@@ -152,7 +172,10 @@ def fitted(
 
 
 def trained(device: str, **arguments: Any) -> dict[str, Any]:
-    """What training leads to: all weights, how far they moved, and by how much the mean loss has fallen."""
+    """What training leads to: all weights, how far they moved, and by how much the mean loss has fallen.
+
+    Also the number of steps after which some parameter's step was due.
+    """
     module = fitted(device, **arguments)
     seed_everything(SEED)
     start = Learner(module.kind)
@@ -163,6 +186,7 @@ def trained(device: str, **arguments: Any) -> dict[str, Any]:
         "moved": apart(weights(module), weights(start)),
         "fell": sum(losses[:third]) / third - sum(losses[-third:]) / third,
         "device": module.losses[-1].device.type,
+        "overlapped": module.overlapped,
     }
 
 

@@ -292,13 +292,15 @@ def told(work: Any) -> str:
 # Fabric
 
 
-def with_fabric(device: str, ours: bool, plain_backward: bool, together: bool = False) -> list[float]:
+def with_fabric(
+    device: str, ours: bool, plain_backward: bool, together: bool = False, overlap: Any = None
+) -> list[float]:
     """The weights of two modules after training with accumulation.
 
     Args:
         together: whether one backward pass reaches both modules, in different orders on different ranks.
     """
-    strategy: Any = AutoSyncFabricStrategy() if ours else DDPStrategy()
+    strategy: Any = AutoSyncFabricStrategy(overlap=overlap) if ours else DDPStrategy()
     kind = "cpu" if device == "cpu" else "gpu"
     plugins = [TorchElasticEnvironment()]
     fabric = Fabric(accelerator=kind, devices=1, num_nodes=dist.get_world_size(), strategy=strategy, plugins=plugins)

@@ -33,7 +33,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "compared often": {"strategy": {"name": "autosync", "check_replicas": 2}},
     "delayed": {"strategy": {"name": "autosync"}, "kind": "delayed"},
     "delayed, staged": {"strategy": {"name": "autosync", "plan": {"builder": "ps"}}, "kind": "delayed"},
-    "overlap": {"strategy": {"name": "autosync", "overlap": "step"}},
     "accumulated": {"strategy": {"name": "autosync"}, "accumulate_grad_batches": 2},
     "clipped": {"strategy": {"name": "autosync"}, "gradient_clip_val": 0.1},
     "statistics": {"strategy": {"name": "autosync"}, "kind": "normed", "limit_val_batches": 2, "val_check_interval": 3},
@@ -46,6 +45,24 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "gradient_clip_val": 0.1,
     },
 }
+TWO_MESSAGES = {"builder": "all_reduce", "topology": "star", "bucket_bytes": 900}
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "native": {"plan": {"builder": "all_reduce", "topology": "native", "bucket_bytes": 900}},
+    "one server": {"plan": {"builder": "ps"}},
+    "trees": {},
+    "checked": {"overlap_debug": True},
+    "views": {"gradient_as_bucket_view": True},
+    "two streams": {"kind": "sides"},
+    "delayed": {"kind": "delayed"},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "clipped": {"gradient_clip_val": 0.1},
+    "statistics": {"kind": "normed", "limit_val_batches": 2, "val_check_interval": 3},
+    "unused": {"kind": "unused"},
+    "compared often": {"check_replicas": 2},
+    "shares": {"batch_shares": [1, 1]},
+}
+"""Arguments of a strategy whose steps overlap, with `TWO_MESSAGES` unless they have a plan, and of the Trainer."""
+ARGUMENTS = ("plan", "overlap_debug", "gradient_as_bucket_view", "check_replicas", "batch_shares")
 INT8 = {"kind": "int8", "error_feedback": True}
 SERVED = {"builder": "byteps", "consistency": {"mode": "synchronous", "served": True}}
 EVERY_STEP = {"mode": "periodic", "period": 1, "outer": "averaging"}
@@ -129,6 +146,19 @@ def test_a_trainer_does_what_ddp_does_on_the_cpu(two: DeviceRanks, expected: Exp
         assert found["moved"] > 0.01
 
 
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_steps_that_overlap_do_what_ddp_does(two: DeviceRanks, expected: Expected, name: str) -> None:
+    scenario = OVERLAPS[name]
+    arguments = {key: value for key, value in scenario.items() if key in ARGUMENTS}
+    options = {key: value for key, value in scenario.items() if key not in ARGUMENTS}
+    strategy = {"name": "autosync", "plan": TWO_MESSAGES, "overlap": "step", **arguments}
+    reference = expected(trainers.trained, strategy={"name": "ddp"}, **options)
+    for found, theirs in zip(two.run(trainers.trained, strategy=strategy, **options), reference, strict=True):
+        near(found["weights"], theirs["weights"])
+        assert found["overlapped"] >= 4, "of 8 batches"
+        assert found["device"] == two.device
+
+
 def test_ddp_on_the_device_is_a_reference(two: DeviceRanks, expected: Expected) -> None:
     """If this fails, the device's own arithmetic is another one, and no other test says anything."""
     alone = expected(trainers.alone)[0]
@@ -175,6 +205,7 @@ def test_batch_shares(two: DeviceRanks, expected: Expected, shares: list[int] | 
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "momentum": {"strategy": {"name": "autosync"}},
+    "overlap": {"strategy": {"name": "autosync", "plan": TWO_MESSAGES, "overlap": "step"}},
     "native int8": {
         "strategy": {
             "name": "autosync",
@@ -212,11 +243,14 @@ def test_training_resumes_from_a_checkpoint(two: DeviceRanks, tmp_path: Path, na
 
 
 @pytest.mark.parametrize("poisoned", [True, False], ids=["one rank overflows", "all ranks overflow"])
+@pytest.mark.parametrize("overlap", [None, "step"])
 @pytest.mark.parametrize("plan", [None, "ps"])
-def test_steps_that_overflow_are_skipped_by_all(two: DeviceRanks, plan: str | None, poisoned: bool) -> None:
+def test_steps_that_overflow_are_skipped_by_all(
+    two: DeviceRanks, plan: str | None, overlap: str | None, poisoned: bool
+) -> None:
     options = {"poisoned": poisoned, "first": 2.0**10 if poisoned else 2.0**20}
     reference = two.run(trainers.overflowing, strategy={"name": "ddp"}, **options)
-    found = two.run(trainers.overflowing, strategy={"name": "autosync", "plan": plan}, **options)
+    found = two.run(trainers.overflowing, strategy={"name": "autosync", "plan": plan, "overlap": overlap}, **options)
     for ours, theirs in zip(found, reference, strict=True):
         near(ours["weights"], theirs["weights"], 1e-3)
         assert ours["scale"] == theirs["scale"] < options["first"]
@@ -346,7 +380,11 @@ def test_split_values_meet_numbers_on_the_cpu(two: DeviceRanks) -> None:
 
 @pytest.mark.parametrize("plain_backward", [False, True], ids=["fabric.backward", "loss.backward"])
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
-def test_fabric_does_what_ddp_does(two: DeviceRanks, expected: Expected, together: bool, plain_backward: bool) -> None:
+@pytest.mark.parametrize("overlap", [None, "step"])
+def test_fabric_does_what_ddp_does(
+    two: DeviceRanks, expected: Expected, overlap: str | None, together: bool, plain_backward: bool
+) -> None:
     reference = expected(calls.with_fabric, ours=False, plain_backward=False)[0]
-    for found in two.run(calls.with_fabric, ours=True, plain_backward=plain_backward, together=together):
+    options = {"plain_backward": plain_backward, "together": together, "overlap": overlap}
+    for found in two.run(calls.with_fabric, ours=True, **options):
         near(found, reference)

@@ -123,3 +123,8 @@ def test_two_levels_of_the_backend_are_measured_where_nodes_have_several_devices
     assert names == ["hierarchical", "search", "ps"]
     assert [each.name for each in _candidates(ranked, WORKLOAD, FOUR, True)] == ["search", "ps"]
     assert [each.name for each in _candidates(ranked, WORKLOAD, EIGHT, False)] == ["search", "ps"]
+
+
+def test_with_overlap_no_plans_are_measured_whose_steps_wait() -> None:
+    ranked = Proposals([plan("all_reduce", 1.0), plan("search", 0.5).waiting(), plan("ps", 3.0)], "")
+    assert [each.name for each in _candidates(ranked, WORKLOAD, FOUR, False)] == ["ps"]

@@ -30,13 +30,13 @@ class Exchange(ABC):
         residual: [numel + tail], the loss of encoding; None without error feedback.
         root_ranges: ranges of the buffer (first element, end) of which this rank is a root, so that their sum is here
             first; see `wait_at_root`. None if ranks have no sum before `wait` returns.
-        sums_first: whether contributions to sums leave before sums that are complete.
+        root_buffer: tensor on the host that has these sums first; None without ``root_ranges``.
     """
 
     result: Tensor | None = None
     residual: Tensor | None = None
     root_ranges: Sequence[tuple[int, int]] | None = None
-    sums_first: bool = False
+    root_buffer: Tensor | None = None
 
     @abstractmethod
     def start(self) -> None:
@@ -49,7 +49,11 @@ class Exchange(ABC):
         """Call ``completed``, on any thread, whenever this rank has the sum of a step; None stops that."""
 
     def wait_at_root(self) -> None:
-        """Block until the buffer has the sum in `root_ranges`; raises like `wait`."""
+        """Block until `root_buffer` has the sum in `root_ranges`; raises like `wait`."""
+        raise NotImplementedError("this exchange has no root ranges")
+
+    def send_sums_first(self) -> None:
+        """Let contributions to sums, from now on, leave before all sums that are complete."""
         raise NotImplementedError("this exchange has no root ranges")
 
     @abstractmethod

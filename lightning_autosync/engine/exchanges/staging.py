@@ -28,6 +28,7 @@ class StagedExchange(Exchange):
         self._begun: Future[None] | None = None
         self._buffer = buffer
         self._host = host
+        self.root_ranges, self.root_buffer = inner.root_ranges, inner.root_buffer
         self._stream = torch.cuda.Stream(buffer.device)
         self._copied = torch.cuda.Event()
         self._returned = torch.cuda.Event()
@@ -41,12 +42,22 @@ class StagedExchange(Exchange):
             self._copied.record(self._stream)
         self._begun = self._waiter.submit(self._begin)
 
+    def wait_at_root(self) -> None:
+        self._wait_for_begin()
+        self._inner.wait_at_root()
+
+    def send_sums_first(self) -> None:
+        self._inner.send_sums_first()
+
     def wait(self) -> None:
-        assert self._begun is not None, "wait() was called before start()"
-        self._begun.result()
+        self._wait_for_begin()
         self._inner.wait()
         self._buffer.copy_(self._host, non_blocking=True)
         self._returned.record(torch.cuda.current_stream(self._buffer.device))
+
+    def _wait_for_begin(self) -> None:
+        assert self._begun is not None, "start() was not called"
+        self._begun.result()
 
     def _begin(self) -> None:
         # The current device of a new thread is device 0. Without this block, the call would create a context there.

@@ -184,6 +184,7 @@ class TreeExchange(TreeSteps, Exchange):
         transfers = [transfer for transfer in round.transfers if isinstance(transfer, TreeTransfer)]
         # By transfer. Paths do not refer to their pieces: a cycle would keep the buffers until a garbage collection.
         self._pieces: list[list[_Piece]] = []
+        self.root_buffer = buffer
         self.root_ranges = [(one.start, one.stop) for one in transfers if one.reduce.parents[rank] < 0]
         tail_start = round.length - message.tail
         for place, transfer in enumerate(transfers):
@@ -212,6 +213,9 @@ class TreeExchange(TreeSteps, Exchange):
     def wait_at_root(self) -> None:
         if self._rooted:
             self._summed.wait()
+
+    def send_sums_first(self) -> None:
+        self.sums_first = True
 
     def _fail(self, error: ExchangeError) -> None:
         self._summed.fail(error)

@@ -153,7 +153,9 @@ def _candidates(
     if two_level_collectives and len(cluster.nodes) > 1 and all(node.devices > 1 for node in cluster.nodes):
         sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
         found.append(Alternative(builders.build(_TWO_LEVEL, workload, cluster, **sizes), _TWO_LEVEL, 0.0))
-    others = [each for each in proposals.plans if not each.name.startswith(NATIVE) and each.name != _TWO_LEVEL]
+    # Measurements do not tell whether overlap pays, so a user who asked for it gets it.
+    overlapping = [each for each in proposals.plans if not each.plan.waits]
+    others = [each for each in overlapping if not each.name.startswith(NATIVE) and each.name != _TWO_LEVEL]
     return found + sorted(others, key=lambda each: each.predicted)[:OTHERS]
 
 
