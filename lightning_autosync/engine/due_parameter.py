@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types
 
 from lightning_autosync.engine.optimizer_steps import DeferredStep
 
@@ -37,6 +38,9 @@ class Owner(Protocol):
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
         """
+
+    def begin_step(self) -> None:
+        """Called where an optimizer's step is called with parameters that are due, before `defer`."""
 
     def defer(self, parameter: nn.Parameter, step: DeferredStep) -> bool:
         """Let ``step`` be due for a parameter; returns False if it has been completed, so that nothing is due."""
@@ -157,6 +161,10 @@ class DueParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._autosync_due.owner.complete(self._autosync_due.message)
         return self.__reduce_ex__(protocol)
+
+
+# Optimizers choose their faster functions on GPUs by the classes of parameters. They find this one in deferred steps.
+_foreach_supported_types.append(DueParameter)
 
 
 def mark(parameter: nn.Parameter, due: Due) -> DueParameter:

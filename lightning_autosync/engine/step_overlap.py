@@ -89,10 +89,9 @@ class StepOverlap:
         self._on_wait = on_wait
         self._readers: set[str] = set()
         # Hooks of the modules themselves would be saved with them, and would turn off faster paths of evaluation.
-        self._hooks = [register_module_forward_pre_hook(_before_forward)]
         self._stream = StepStream(module)
-        if self._stream.on_device:  # behind the first hook, which makes steps
-            self._hooks.append(register_module_forward_pre_hook(self._stream.before_forward))
+        hooks = [self._stream.before_forward] if self._stream.on_device else []
+        self._hooks: list[RemovableHandle] = list(map(register_module_forward_pre_hook, [*hooks, _before_forward]))
         self._checking = ExitStack()
         self._reads = self._checking.enter_context(StaleReads(module)) if check_reads else None
 
@@ -121,6 +120,7 @@ class StepOverlap:
         with self._lock:
             for index in sorted(self._open):
                 self.complete(index)
+            self._stream.wait()
 
     def complete(self, index: int) -> None:
         """See `Owner.complete`. Other threads that read one of the parameters meanwhile wait until this is done."""
@@ -128,6 +128,7 @@ class StepOverlap:
             if self._failure is not None:
                 raise self._failure  # whatever is due has no value
             if index not in self._open:
+                self._stream.wait()  # another thread has just completed it, perhaps on another stream
                 return
             if torch.jit.is_tracing():
                 raise ExchangeError(
@@ -196,8 +197,11 @@ class StepOverlap:
             due = due_of(parameter)
             if due is not None:
                 due.step = step
-                self._stream.follow()
             return due is not None
+
+    def begin_step(self) -> None:
+        """See `Owner.begin_step`."""
+        self._stream.follow()
 
     def begin_pass(self) -> None:
         """Note that a synchronized pass begins; all ranks call it before the same passes."""
@@ -221,6 +225,7 @@ class StepOverlap:
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         """
         with self._lock, torch.no_grad():
+            self._stream.follow()
             norms = self._norms(parameters)
             if norms is None:
                 return None
@@ -262,8 +267,9 @@ class StepOverlap:
             return None
         found = {}
         for index, of_message in zip(early, norms, strict=True):
-            known = dict(zip(launched.engine.members(index), of_message, strict=True))
-            found.update({each: known[each].to(each.device, each.dtype) for each in asked[index]})
+            members = launched.engine.members(index)
+            known = dict(zip(members, of_message.to(members[0].device), strict=True))
+            found.update({each: known[each].to(each.dtype) for each in asked[index]})
         return found
 
     def notice_change(self) -> None:
@@ -401,7 +407,10 @@ def _take(optimizer: Optimizer, part: Optimizer) -> None:
                 due.owner.complete(due.message)
     found = vars(part)[_TAKEN] = []
     for group, partial in zip(optimizer.param_groups, part.param_groups, strict=True):
-        due_ones = [parameter for parameter in group["params"] if due_of(parameter) is not None]
+        dues = {parameter: due for parameter in group["params"] if (due := due_of(parameter)) is not None}
+        for owner in {due.owner for due in dues.values()}:
+            owner.begin_step()
+        due_ones = list(dues)
         found.append(_Taken(due_ones, DeferredStep(optimizer, group)))
         left_out = set(due_ones)
         partial.update({**group, "params": [each for each in group["params"] if each not in left_out]})
@@ -429,12 +438,21 @@ def _apply(due: list[tuple[nn.Parameter, Due]]) -> None:
     for parameter, what in due:
         what.stepping = True
         if what.factor is not None and parameter.grad is not None:
+            _keep(what.factor)
             parameter.grad.mul_(what.factor)
         if what.limit is not None and parameter.grad is not None:
             nn.utils.clip_grad_value_(parameter, what.limit)
     make_steps([(parameter, what.step) for parameter, what in due if what.step is not None])
     for parameter, what in due:
         if what.clears and what.step is not None:
+            if parameter.grad is not None:
+                _keep(parameter.grad)
             parameter.grad = None
         elif what.clears is False and parameter.grad is not None:
             parameter.grad.zero_()
+
+
+def _keep(tensor: Tensor) -> None:
+    """Let a tensor on a GPU keep its memory until the current stream has used it; another stream may have made it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

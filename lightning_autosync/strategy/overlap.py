@@ -96,6 +96,8 @@ def _why_not(module: nn.Module) -> str:
         marks = (vars(part).get(each) for each in ("_compiled_call_impl", "_compiler_ctx"))
         if COMPILED in part._modules or any(mark is not None for mark in marks):
             return f"{called} is compiled"
+        if getattr(vars(part).get("forward"), "__module__", None) == "torch.cuda.graphs":
+            return f"{called} runs as a CUDA graph"
         for parameter_name, parameter in part.named_parameters(recurse=False):
             if type(parameter) is not nn.Parameter:
                 return f"'{parameter_name}' of {called} is a {type(parameter).__name__}, a class of its own"

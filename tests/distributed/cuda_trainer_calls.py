@@ -101,7 +101,7 @@ class Learner(LightningModule):
         return first + second
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.overlapped += any(due_of(parameter) is not None for parameter in self.parameters())
+        self.overlapped += some_due(self)
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self.kind == "thawed" and index == 2:
@@ -129,6 +129,11 @@ class Learner(LightningModule):
 
 def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])  # also before there is a process group
+
+
+def some_due(module: nn.Module) -> bool:
+    """Whether a step is due, so that it overlaps."""
+    return any(due_of(parameter) is not None for parameter in module.parameters())
 
 
 def make_plan(module: nn.Module, builder: str, consistency: dict[str, Any] | None = None, **options: Any) -> SyncPlan:
@@ -220,6 +225,7 @@ def resumed(device: str, folder: str, strategy: dict[str, Any], momentum: float 
     """How far two epochs at once end from one by one over a checkpoint, and what the second one changes."""
     path = Path(folder) / f"{device}.ckpt"
     whole = fitted(device, strategy, momentum=momentum, max_epochs=2)
+    assert strategy.get("overlap") is None or whole.overlapped > 4
     half = fitted(device, strategy, momentum=momentum, callbacks=[Saving(path)])
     again = Learner(momentum=momentum)
     make_trainer(device, make_strategy(again, **strategy), max_epochs=2).fit(again, ckpt_path=path, weights_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cuda_trainer_calls import CLASSES, FEATURES, Delay, data, weights
+from cuda_trainer_calls import CLASSES, FEATURES, Delay, data, some_due, weights
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy
@@ -310,6 +310,7 @@ def with_fabric(
     made: Any = [fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)) for module in modules]
     order = made[::-1] if dist.get_rank() == 1 and together else made
     loader: Any = fabric.setup_dataloaders(DataLoader(data(torch.float64), batch_size=4))
+    overlapped = False
     for index, (inputs, labels) in enumerate(loader):
         waits = index % 2 == 0
         with ExitStack() as contexts:
@@ -326,6 +327,8 @@ def with_fabric(
             for _, optimizer in made:
                 optimizer.step()
                 optimizer.zero_grad()
+        overlapped = overlapped or any(map(some_due, modules))
+    assert overlapped == (overlap is not None)
     found = [value for module in modules for value in weights(module)]
     if ours:
         fabric.strategy.teardown()

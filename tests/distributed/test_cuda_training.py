@@ -45,14 +45,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "gradient_clip_val": 0.1,
     },
 }
-TWO_MESSAGES = {"builder": "all_reduce", "topology": "star", "bucket_bytes": 900}
+TWO_MESSAGES = {"builder": "all_reduce", "topology": "star", "bucket_bytes": 864}
 OVERLAPS: dict[str, dict[str, Any]] = {
-    "native": {"plan": {"builder": "all_reduce", "topology": "native", "bucket_bytes": 900}},
+    "native": {"plan": {"builder": "all_reduce", "topology": "native", "bucket_bytes": 864}},
     "one server": {"plan": {"builder": "ps"}},
     "trees": {},
     "checked": {"overlap_debug": True},
     "views": {"gradient_as_bucket_view": True},
-    "two streams": {"kind": "sides"},
+    "two streams": {"kind": "sides"},  # of layers whose parameters share a message
     "delayed": {"kind": "delayed"},
     "accumulated": {"accumulate_grad_batches": 2},
     "clipped": {"gradient_clip_val": 0.1},
@@ -144,6 +144,13 @@ def test_a_trainer_does_what_ddp_does_on_the_cpu(two: DeviceRanks, expected: Exp
         near(found["weights"], theirs["weights"])
         assert found["device"] == two.device
         assert found["moved"] > 0.01
+
+
+def test_both_layers_on_streams_of_their_own_share_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plan = trainers.make_plan(trainers.Learner(), **TWO_MESSAGES)
+    first = {name.split(".")[0] for name in plan.groups[0].variables}
+    assert first == {"head", "extra"}
 
 
 @pytest.mark.parametrize("name", OVERLAPS)

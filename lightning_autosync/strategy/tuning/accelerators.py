@@ -79,7 +79,7 @@ def choose_measured(
         return _unmeasured(native, fault)
     plans = [native, *_candidates(proposals, workload, cluster, two_level_collectives, bucket_bytes)]
     if len(plans) == 1:
-        return Proposals([native], f"{_NATIVE}, because no other plan was found")
+        return Proposals([native], f"{_NATIVE}, because there is no other plan to measure")
     begin = time.monotonic()
     schedules = [compile_plan(each.plan, workload, cluster, "plan", two_level_collectives) for each in plans]
 

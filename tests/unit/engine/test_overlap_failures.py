@@ -65,6 +65,7 @@ def test_an_overlap_ends_also_after_an_unknown_error(job: Job) -> None:
     with pytest.raises(RuntimeError, match="broken"):
         job.overlap.close()
     assert job.engine.on_launch is None
+    assert job.overlap._hooks
     registered = torch.nn.modules.module._global_forward_pre_hooks
     assert not any(handle.id in registered for handle in job.overlap._hooks)
 

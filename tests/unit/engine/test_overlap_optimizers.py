@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from overlapping import Inherits, Job, due
 from torch import nn
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from lightning_autosync.engine import defer_steps, optimizer_steps, step_overlap
 from lightning_autosync.engine.due_parameter import Due, mark, unmark
@@ -48,6 +50,17 @@ def test_steps_of_parts_equal_those_of_all(kind: Any, foreach: bool) -> None:
     assert all(map(torch.equal, job.module.parameters(), job.expected(5)))
     assert not torch.equal(job.module[0].weight, job.expected(1)[0])
     job.overlap.close()
+
+
+def test_optimizers_choose_the_same_functions_on_a_device_as_without_overlap(job: Job) -> None:
+    job.step()
+    assert due(job) == [True] * 4
+    with (
+        mock.patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]),
+        torch._C.DisableTorchFunctionSubclass(),
+    ):
+        _, foreach = _default_to_fused_or_foreach(list(job.module.parameters()), differentiable=False, use_fused=False)
+    assert foreach
 
 
 def test_settings_are_those_of_the_time_of_the_step(job: Job) -> None:
