@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import permutations
 
 import numpy
 from scipy.sparse import csc_array
@@ -38,6 +39,12 @@ _RATE_KEPT = 0.97
 """Share of the best rate for which flat trees, then few bundles are preferred: rows are few, so that each further hop
 and each further frame counts."""
 _RATE_KEPT_IN_ALL = 0.96
+_FULL = 0.9
+"""Share of its capacity from which a channel counts as full."""
+_MOST_OF_HUB = 1e9
+"""Largest rate in bytes/s at which one rank, whose one thread moves them, should send the rows of all ranks."""
+_SHORT_LATENCY = 1e-3
+"""Seconds of a route up to which a second hop is worth the even use of links."""
 _SMALLEST_WEIGHTS = (0.02, 0.005, 0.001, 0.0)
 _WORTH_OF_RATE = 0.5  # in levels of height
 
@@ -70,8 +77,9 @@ def pack_broadcasts(spec: ClusterSpec) -> BroadcastPacking:
         return BroadcastPacking(math.inf, (1.0,), (direct,))
     packing = _best(link_graph)
     capacities = link_graph.capacities
-    if (rate := filling_rate(_load([direct], link_graph) @ numpy.ones(1), capacities)) >= _RATE_KEPT * packing.rate:
-        return BroadcastPacking(rate, (1.0,), (direct,))
+    if filling_rate(_load([direct], link_graph) @ numpy.ones(1), capacities) >= _RATE_KEPT * packing.rate:
+        bundle, rate = _with_few_full_channels(link_graph, _RATE_KEPT * packing.rate)
+        return BroadcastPacking(rate, (1.0,), (bundle,))
     rates = numpy.array([filling_rate(loads, capacities) for loads in packing.loads.T.toarray()])
     if (alone := numpy.flatnonzero(rates >= _RATE_KEPT * packing.rate)).size:
         # One frame to each rank in place of several. Several bundles would only spread the forwarding over the ranks.
@@ -91,6 +99,35 @@ def pack_broadcasts(spec: ClusterSpec) -> BroadcastPacking:
 def direct_bundle(ranks: int) -> Bundle:
     """Each rank sends to every other rank."""
     return tuple(tuple(-1 if rank == root else root for rank in range(ranks)) for root in range(ranks))
+
+
+def hub_bundle(ranks: int, hub: int) -> Bundle:
+    """Each rank sends to the hub, which sends to every other rank."""
+    direct = direct_bundle(ranks)
+    return tuple(
+        tuple(parent if hub in (rank, root) or parent < 0 else hub for rank, parent in enumerate(direct[root]))
+        for root in range(ranks)
+    )
+
+
+def _with_few_full_channels(link_graph: LinkGraph, least_rate: float) -> tuple[Bundle, float]:
+    """The direct bundle, or a hub's that fills fewer channels at ``least_rate`` or more; and its rate.
+
+    Where each rank sends to all others over links that are full in both directions, TCP divides them unevenly: some
+    connections end late, and others' links are idle then.
+    """
+    ranks, capacities = link_graph.world_size, link_graph.capacities
+    near = 2 < ranks <= MOST_RANKS and all(
+        link_graph.latency(*pair) <= _SHORT_LATENCY for pair in permutations(range(ranks), 2)
+    )
+    hubs = range(ranks) if near else ()
+    bundles = [direct_bundle(ranks), *(hub_bundle(ranks, hub) for hub in hubs)]
+    loads = _load(bundles, link_graph).toarray().T
+    rates = [filling_rate(load, capacities) for load in loads]
+    allowed = [0, *(1 + hub for hub in hubs if least_rate <= rates[1 + hub] <= _MOST_OF_HUB / (ranks - 1) ** 2)]
+    full = [(loads[index] * rates[index] >= _FULL * capacities).sum() for index in range(len(bundles))]
+    chosen = min(allowed, key=lambda index: full[index])
+    return bundles[chosen], rates[chosen]
 
 
 def _best(link_graph: LinkGraph) -> Packing[Bundle]:

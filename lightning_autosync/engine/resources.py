@@ -319,7 +319,7 @@ class Resources:
     def _row_exchange(self, message: Message, dtype: torch.dtype, device: torch.device) -> RowExchange:
         width = message.numel // message.rows
         if message.collective:
-            return NativeRowExchange(width, dtype, device, self.group)
+            return NativeRowExchange(message.rows, width, dtype, device, self.group)
         assert self._transport is not None
         channel = _ROUNDS * message.index
         gathered = isinstance(message.rounds[0].transfers[0], RowBroadcast)

@@ -43,8 +43,6 @@ class TreeTransfer:
         return self.reduce.root
 
 
-INDEX_BYTES = 8
-"""Bytes of the index in front of each touched row on the wire."""
 LEAST_BROADCAST = 8 * 1024
 """Bytes of a rank's rows for each further transfer over which it broadcasts them."""
 
@@ -259,6 +257,11 @@ def first_parameters_first(schedule: Schedule, order: Sequence[str]) -> Schedule
             replace(message, priority=-min(places[name] for name in message.variables)) for message in schedule.messages
         ),
     )
+
+
+def index_bytes(rows: int) -> int:
+    """Bytes of the index of each touched row on the wire, for a table of so many ``rows``."""
+    return next(size for size in (2, 4, 8) if rows <= 2 ** (8 * size))
 
 
 def used_broadcasts(transfers: Sequence[RowBroadcast], size: float) -> list[tuple[RowBroadcast, float]]:

@@ -124,7 +124,7 @@ class Constants(Document):
     sharing_loss: _Cost = 0.0012
     burst: Annotated[float, Field(ge=0, le=1e18)] = 0.0
     copy_rate: _Rate = 26e9
-    scan_rate: _Rate = 2e9
+    scan_rate: _Rate = 2.8e9
     reduce_rate: _Rate = 26e9
     encode: CodecRates = CodecRates()
     decode: DecodeRates = DecodeRates()

@@ -11,7 +11,6 @@ import numpy
 from lightning_autosync.plan import codecs
 from lightning_autosync.plan.messages import ITEMSIZE
 from lightning_autosync.plan.schedule import (
-    INDEX_BYTES,
     AllReduce,
     AllToAll,
     Message,
@@ -19,6 +18,7 @@ from lightning_autosync.plan.schedule import (
     RowBroadcast,
     TreeTransfer,
     TwoLevelAllReduce,
+    index_bytes,
     used_broadcasts,
 )
 from lightning_autosync.plan.trees import Tree
@@ -315,7 +315,7 @@ class StageMaker:
         width = message.numel // message.rows
         touched = self._workload.variable(message.variables[0]).rows
         touched = float(message.rows) if touched is None else touched
-        size = touched * (INDEX_BYTES + width * ITEMSIZE[message.dtype])
+        size = touched * (index_bytes(message.rows) + width * ITEMSIZE[message.dtype])
         if message.collective:
             return self._native_rows(message, size)
         if isinstance(message.rounds[0].transfers[0], RowBroadcast):

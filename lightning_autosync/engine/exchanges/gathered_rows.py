@@ -6,22 +6,24 @@ of sizes comes first.
 
 from __future__ import annotations
 
+import struct
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 
+import numpy
 import torch
-from torch import Tensor
 
 from lightning_autosync.engine.exchanges.base import byte_view
-from lightning_autosync.engine.exchanges.rows import INDEX_BYTES, RowExchange, Rows, add_rows
+from lightning_autosync.engine.exchanges.rows import RowExchange, Rows, add_rows
 from lightning_autosync.engine.exchanges.trees import TreeSteps
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.transport import DOWN, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.plan.schedule import Message, RowBroadcast, used_broadcasts
+from lightning_autosync.plan.schedule import Message, RowBroadcast, index_bytes, used_broadcasts
 
-_HEADER_BYTES = 24
+_HEADER = struct.Struct("=3q")
 """In front of the rows of each piece, as int64: the number of gradients, of rows in all pieces of the part, and of
 transfers that carry rows of this rank."""
 
@@ -35,12 +37,12 @@ class _Received:
 
     Attributes:
         count: number of rows in all pieces; negative before the first piece arrives.
-        pieces: the arrived pieces by number.
+        pieces: the frames of the arrived pieces by number.
         missing: number of rows that have not arrived.
     """
 
     count: int = -1
-    pieces: dict[int, Rows] = field(default_factory=dict)
+    pieces: dict[int, memoryview] = field(default_factory=dict)
     missing: int = -1
 
     @property
@@ -88,10 +90,11 @@ class RowGatherExchange(TreeSteps, RowExchange):
         self._dtype = dtype
         self._table = message.rows
         self._elements = message.numel
-        self._row_bytes = INDEX_BYTES + width * dtype.itemsize
+        self._index_bytes = index_bytes(message.rows)
+        self._row_bytes = self._index_bytes + width * dtype.itemsize
         self._transfers = [one for one in message.rounds[0].transfers if isinstance(one, RowBroadcast)]
         self._ranks = len(self._transfers[0].trees)
-        self._incoming: dict[tuple[int, Frame], Tensor] = {}
+        self._incoming: dict[tuple[int, Frame], memoryview] = {}
         self._own: Rows | None = None
         self._current, self._next = self._new_step(), self._new_step()
         transport.register(channel, self)
@@ -136,13 +139,12 @@ class RowGatherExchange(TreeSteps, RowExchange):
             for (transfer, _), (first, last) in zip(used, pairwise(edges), strict=True)
         ]
 
-    def _pack(self, share: Rows, start: int, stop: int, used: int) -> Tensor:
+    def _pack(self, share: Rows, start: int, stop: int, used: int) -> memoryview:
         """The frame of rows ``[start, stop)`` of a share, where ``used`` transfers carry rows."""
-        header = share.indices.new_tensor([share.gradients, share.indices.numel(), used])
-        indices, values = share.indices[start:stop], share.values[start:stop]
-        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (header, indices, values)])
+        piece = Rows(share.indices[start:stop], share.values[start:stop], share.gradients)
+        return byte_view(piece.packed(self._table, share.gradients, share.indices.numel(), used))
 
-    def _begin(self, frames: list[tuple[int, int, Tensor]]) -> None:
+    def _begin(self, frames: list[tuple[int, int, memoryview]]) -> None:
         self._current, self._next = self._next, self._new_step()
         children = [self._children(number, self._rank) for number in range(len(self._transfers))]
         self._current.open += sum(len(children[number]) for number, _, _ in frames)
@@ -150,37 +152,35 @@ class RowGatherExchange(TreeSteps, RowExchange):
             return
         for number, piece, wire in frames:
             place = number * self._ranks + self._rank
-            frame = Frame(self._channel, self._step, place, piece, DOWN, wire.numel())
+            frame = Frame(self._channel, self._step, place, piece, DOWN, len(wire))
             for child in children[number]:
                 self._pass_on(child, self._current, frame, wire)
 
     def destination(self, peer: int, frame: Frame) -> memoryview:
         part = self._part(peer, frame)
-        count, rest = divmod(frame.size - _HEADER_BYTES, self._row_bytes)
+        count, rest = divmod(frame.size - _HEADER.size, self._row_bytes)
         if rest or count < 0 or count > self._table:
             raise ExchangeError(f"rank {peer} sent {frame.size} bytes of rows, which fit no part of this table")
         if part.complete or frame.piece in part.pieces:
             raise ExchangeError(f"rank {peer} sent the same rows twice")
-        wire = torch.empty(frame.size, dtype=torch.uint8)
-        self._incoming[peer, frame] = wire
-        return byte_view(wire)
+        wire = self._incoming[peer, frame] = memoryview(bytearray(frame.size))
+        return wire
 
     def arrived(self, peer: int, frame: Frame) -> None:
         with profiled(self._name, "broadcast"):
             self._take(peer, frame, self._incoming.pop((peer, frame)))
 
-    def _take(self, peer: int, frame: Frame, wire: Tensor) -> None:
+    def _take(self, peer: int, frame: Frame, wire: memoryview) -> None:
         """Keep rows that have arrived, and pass them on."""
         part, step = self._part(peer, frame), self._step_of(peer, frame)
-        gradients, count, used = wire[:_HEADER_BYTES].view(torch.int64).tolist()
-        rows = Rows.cut(wire[_HEADER_BYTES:], self._width, self._dtype, gradients)
+        _, count, used = _HEADER.unpack_from(wire)
         number, source = divmod(frame.transfer, self._ranks)
         if part.missing == 0 or not number < used <= len(self._transfers):
             raise ExchangeError(
                 f"rank {peer} sent rows of rank {source} in transfer {number + 1} and says that {used} transfers carry "
                 f"them; allowed: {number + 1} to {len(self._transfers)}, the same in all frames"
             )
-        self._add(peer, part, frame.piece, rows, count)
+        self._add(peer, part, frame.piece, wire, count)
         children = self._children(number, source)
         step.open += len(children)
         if step is self._current:
@@ -194,14 +194,16 @@ class RowGatherExchange(TreeSteps, RowExchange):
                 unused.count = unused.missing = 0
                 self._settle(step)
 
-    def _add(self, peer: int, part: _Received, piece: int, rows: Rows, count: int) -> None:
-        arrived = rows.indices.numel()
+    def _add(self, peer: int, part: _Received, piece: int, wire: memoryview, count: int) -> None:
+        arrived = (len(wire) - _HEADER.size) // self._row_bytes
         if part.count < 0:
             part.count = part.missing = count
-        outside = arrived and (int(rows.indices[0]) < 0 or int(rows.indices[-1]) >= self._table)
+        # Rows are ascending, so that the last index tells whether all lie in the table. This thread only looks at that.
+        last = int.from_bytes(wire[-self._index_bytes :], sys.byteorder)
+        outside = arrived and last >= self._table
         if outside or count != part.count or arrived > part.missing:
             raise ExchangeError(f"rank {peer} sent rows that fit no part of this table")
-        part.pieces[piece] = rows
+        part.pieces[piece] = wire
         part.missing -= arrived
 
     def _step_of(self, peer: int, frame: Frame) -> _Step:
@@ -221,9 +223,9 @@ class RowGatherExchange(TreeSteps, RowExchange):
         tree = self._transfers[number].trees[source]
         return [Peer(child, tree.interface) for child in tree.children[self._rank]]
 
-    def _pass_on(self, peer: Peer, step: _Step, frame: Frame, wire: Tensor) -> None:
+    def _pass_on(self, peer: Peer, step: _Step, frame: Frame, wire: memoryview) -> None:
         urgency = (-self._priority, self._channel, float(frame.piece))
-        self._transport.send(peer, frame, byte_view(wire), urgency, partial(self._settle, step))
+        self._transport.send(peer, frame, wire, urgency, partial(self._settle, step))
 
     def _settle(self, step: _Step) -> None:
         """Count a part that is complete or a frame that was sent."""
@@ -233,12 +235,13 @@ class RowGatherExchange(TreeSteps, RowExchange):
 
     def _rows_of(self, rank: int) -> Rows:
         """The rows of another rank, put together again."""
-        pieces = [
-            piece
-            for number in range(len(self._transfers))
-            for _, piece in sorted(self._current.parts[number, rank].pieces.items())
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        indices = torch.cat([piece.indices for piece in pieces])
-        return Rows(indices, torch.cat([piece.values for piece in pieces]), pieces[0].gradients)
+        values, indices, gradients = [], [], 0
+        for number in range(len(self._transfers)):
+            for _, wire in sorted(self._current.parts[number, rank].pieces.items()):
+                gradients, _, _ = _HEADER.unpack_from(wire)
+                start = len(wire) - (len(wire) - _HEADER.size) // self._row_bytes * self._index_bytes
+                values.append(numpy.frombuffer(wire[_HEADER.size : start], numpy.uint8))
+                indices.append(numpy.frombuffer(wire[start:], f"u{self._index_bytes}"))
+        elements = torch.from_numpy(values[0] if len(values) == 1 else numpy.concatenate(values)).view(self._dtype)
+        found = torch.from_numpy(numpy.concatenate(indices).astype(numpy.int64))
+        return Rows(found, elements.view(len(found), self._width), gradients)

@@ -15,10 +15,12 @@ from lightning_autosync.engine.exchanges.trees import TreeSteps
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.transport import DOWN, UP, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.plan.schedule import Message, TreeTransfer
+from lightning_autosync.plan.schedule import Message, TreeTransfer, index_bytes
 
-INDEX_BYTES = _COUNT_BYTES = 8
-"""Bytes of the index of a row, and of the number of gradients."""
+_COUNT_BYTES = 8
+"""Bytes of the number of gradients."""
+_INDICES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers that hold indices on the wire, by their bytes; those of 2 and 4 bytes count as unsigned."""
 
 
 @dataclass(frozen=True)
@@ -42,35 +44,37 @@ class Rows:
         chosen = slice(int(edges[0]), int(edges[1]))
         return Rows(self.indices[chosen], self.values[chosen], self.gradients)
 
-    def packed(self) -> Tensor:
-        """The rows as uint8: the number of gradients, indices, values."""
-        count = self.indices.new_tensor([self.gradients])
-        flat = self.values.contiguous().view(-1)
-        return torch.cat([count.view(torch.uint8), self.indices.view(torch.uint8), flat.view(torch.uint8)])
+    def packed(self, table: int, *header: int) -> Tensor:
+        """The rows of a table of ``table`` rows as uint8: the header as int64, values, indices.
+
+        The header is by default the number of gradients.
+        """
+        # Values come first, where they are aligned: indices may have fewer bytes than an element.
+        front = self.indices.new_tensor(header or [self.gradients])
+        indices = self.indices.to(_INDICES[index_bytes(table)])
+        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (front, self.values, indices)])
 
     @staticmethod
-    def unpacked(wire: Tensor, width: int, dtype: torch.dtype) -> Rows:
-        """The rows that `packed` wrote into ``wire``, as views."""
-        gradients = int(wire[:_COUNT_BYTES].view(torch.int64))
-        return Rows.cut(wire[_COUNT_BYTES:], width, dtype, gradients)
-
-    @staticmethod
-    def cut(wire: Tensor, width: int, dtype: torch.dtype, gradients: int) -> Rows:
-        """Rows of which ``wire`` has the indices, then the values, as views."""
-        count = wire.numel() // (INDEX_BYTES + width * dtype.itemsize)
-        indices = wire[: INDEX_BYTES * count].view(torch.int64)
-        return Rows(indices, wire[INDEX_BYTES * count :].view(dtype).view(count, width), gradients)
+    def unpacked(wire: Tensor, width: int, dtype: torch.dtype, table: int) -> Rows:
+        """The rows that `packed` wrote into ``wire``, with values as views."""
+        size = index_bytes(table)
+        count = (wire.numel() - _COUNT_BYTES) // (size + width * dtype.itemsize)
+        front, values, indices = wire.split([_COUNT_BYTES, count * width * dtype.itemsize, count * size])
+        found = indices.clone().view(_INDICES[size]).to(torch.int64)
+        if size < 8:
+            found &= 2 ** (8 * size) - 1
+        return Rows(found, values.view(dtype).view(count, width), int(front.view(torch.int64)))
 
 
 def add_rows(parts: list[Rows]) -> Rows:
     """The sum of several sets of rows, added in the given order, so that the result is reproducible."""
     if len(parts) == 1:
         return parts[0]
-    indices = torch.unique(torch.cat([part.indices for part in parts]))
+    indices, places = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
     sums = parts[0].values.new_zeros(indices.numel(), parts[0].values.shape[1])
-    for part in parts:
+    for part, rows in zip(parts, places.split([part.indices.numel() for part in parts]), strict=True):
         # Indices within a part are unique, so no two additions hit the same row, on any device.
-        sums[torch.searchsorted(indices, part.indices)] += part.values
+        sums.index_add_(0, rows, part.values)
     return Rows(indices, sums, sum(part.gradients for part in parts))
 
 
@@ -128,7 +132,8 @@ class RowTreeExchange(TreeSteps, RowExchange):
         self._rank = rank
         self._width = width
         self._dtype = dtype
-        self._row_bytes = INDEX_BYTES + width * dtype.itemsize
+        self._table = message.rows
+        self._row_bytes = index_bytes(message.rows) + width * dtype.itemsize
         self._paths = [
             _Path(number, transfer, transfer.start // width, transfer.stop // width)
             for number, transfer in enumerate(message.rounds[0].transfers)
@@ -166,7 +171,7 @@ class RowTreeExchange(TreeSteps, RowExchange):
     def arrived(self, peer: int, frame: Frame) -> None:
         path = self._path(peer, frame)
         wire = path.incoming.pop((peer, frame.phase))
-        rows = Rows.unpacked(wire, self._width, self._dtype)
+        rows = Rows.unpacked(wire, self._width, self._dtype, self._table)
         outside = rows.indices.numel() and (
             int(rows.indices[0]) < path.first_row or int(rows.indices[-1]) >= path.last_row
         )
@@ -194,13 +199,13 @@ class RowTreeExchange(TreeSteps, RowExchange):
         # Children that are a step ahead send before this rank has begun the step. `_begin` then calls this again.
         if path.own is None or len(path.contributions) < len(children):
             return
-        parts = [Rows.unpacked(path.contributions[child], self._width, self._dtype) for child in children]
+        parts = [Rows.unpacked(path.contributions[child], self._width, self._dtype, self._table) for child in children]
         with profiled(self._name, "reduce"):
             total = add_rows([path.own, *parts])
         path.own = None
         path.contributions.clear()
         path.gathering += 1
-        wire = total.packed()
+        wire = total.packed(self._table)
         tree = path.transfer.reduce
         parent = tree.parents[self._rank]
         if parent < 0:
@@ -220,7 +225,10 @@ class RowTreeExchange(TreeSteps, RowExchange):
 class NativeRowExchange(RowExchange):
     """Rows over the backend: each rank gathers the rows of all ranks and adds them up."""
 
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, table: int, width: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        self._table = table
         self._width = width
         self._dtype = dtype
         self._group = group
@@ -232,7 +240,7 @@ class NativeRowExchange(RowExchange):
         self._work: dist.Work | None = None
 
     def start(self, rows: Rows) -> None:
-        self._wire = rows.packed()
+        self._wire = rows.packed(self._table)
         self._count.fill_(self._wire.numel())
         self._work = dist.all_gather(self._counts, self._count, group=self._group, async_op=True)
 
@@ -251,4 +259,4 @@ class NativeRowExchange(RowExchange):
         assert self._work is not None
         self._work.wait()
         parts = zip(self._gathered, self._sizes, strict=True)
-        return add_rows([Rows.unpacked(wire[:size], self._width, self._dtype) for wire, size in parts])
+        return add_rows([Rows.unpacked(wire[:size], self._width, self._dtype, self._table) for wire, size in parts])

@@ -127,10 +127,11 @@ def _rows() -> dict[str, float]:
     """Bytes/s when finding the touched rows of a table; core-seconds for each small set of rows in a merge."""
     table = torch.zeros(_ELEMENTS // _WIDTH, _WIDTH)
     table[:: _ELEMENTS // _WIDTH // _SETS] = 1.0
-    wires = [Rows(torch.arange(_SETS) * (place + 1), torch.ones(_SETS, _WIDTH), 1).packed() for place in range(_SETS)]
+    sets = [Rows(torch.arange(_SETS) * (place + 1), torch.ones(_SETS, _WIDTH), 1) for place in range(_SETS)]
+    wires = [one.packed(len(table)) for one in sets]
 
     def merge() -> None:
-        add_rows([Rows.unpacked(wire, _WIDTH, torch.float32) for wire in wires]).packed()
+        add_rows([Rows.unpacked(wire, _WIDTH, torch.float32, len(table)) for wire in wires]).packed(len(table))
 
     return {
         "scan_rate": _rate(lambda: table[touched_rows(table)], _ELEMENTS * 4),

@@ -13,13 +13,13 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, lone_group, make_plan
 from lightning_autosync.plan.builders.registry import register
 from lightning_autosync.plan.compiler import compile_plan
-from lightning_autosync.plan.schedule import INDEX_BYTES, Message, RowBroadcast, TreeTransfer, used_broadcasts
+from lightning_autosync.plan.schedule import Message, RowBroadcast, TreeTransfer, index_bytes, used_broadcasts
 from lightning_autosync.plan.spec import Group, Partition, SyncPlan
 from lightning_autosync.plan.trees import Tree
 from lightning_autosync.workload import Variable, Workload
 
 GATHERED = "gather_rows"
-ADDING_RATE = 1.3e9
+ADDING_RATE = 5.2e9
 """Bytes/s of touched rows that one core adds up, as measured on one host."""
 
 
@@ -99,7 +99,7 @@ def rows_time(message: Message, variable: Variable, links: LinkGraph) -> float:
     loads, added = numpy.zeros_like(links.capacities), 0.0
     transfers, size = message.rounds[0].transfers, variable.touched_share * variable.bytes
     broadcasts = [transfer for transfer in transfers if isinstance(transfer, RowBroadcast)]
-    sent = size + INDEX_BYTES * variable.touched_share * variable.shape[0]
+    sent = size + index_bytes(variable.shape[0]) * variable.touched_share * variable.shape[0]
     for broadcast, share in used_broadcasts(broadcasts, sent) if broadcasts else ():
         added += len(broadcast.trees) * share * size
         for tree in broadcast.trees:

@@ -7,7 +7,7 @@ from random import Random
 import numpy
 import pytest
 from cluster_strategies import random_clusters
-from clusters import asymmetric_cluster, shared_nodes, uneven_cluster
+from clusters import asymmetric_cluster, shared_nodes
 from hypothesis import given
 from max_flows import shard_rate
 from sweeps import examples
@@ -36,10 +36,26 @@ def test_trees_span_and_fill_the_links(spec: ClusterSpec) -> None:
     check(spec, pack_broadcasts(spec))
 
 
-def test_on_one_switch_each_rank_sends_to_all_others() -> None:
-    packing = pack_broadcasts(uneven_cluster(4))
-    assert packing.bundles == (module.direct_bundle(4),)
-    assert packing.rate == pytest.approx(1e7 / 3)  # a slow leaf receives from three others
+@pytest.mark.parametrize(
+    ("bandwidths", "latency", "hub"),
+    [
+        ([1e7] * 4, 0.0, None),
+        ([3.5e7, 1e7, 1e7, 1e7], 0.0, 0),  # one leaf's own rows and those of the others: 3e7 bytes/s
+        ([1e7, 1e7, 4e7, 1e7], 50e-6, 2),
+        ([2e7, 1e7, 1e7, 1e7], 0.0, None),
+        ([4e7, 1e7, 1e7, 1e7], 5e-3, None),
+        ([4e9, 1e9, 1e9, 1e9], 0.0, None),
+    ],
+    ids=["equal", "just enough", "another rank", "too slow", "far away", "too fast for one thread"],
+)
+def test_on_one_switch_rows_travel_over_a_hub_only_if_its_link_carries_them(
+    bandwidths: list[float], latency: float, hub: int | None
+) -> None:
+    spec = ClusterSpec.star(bandwidths=bandwidths, latency=latency)
+    packing = pack_broadcasts(spec)
+    assert packing.bundles == (module.direct_bundle(4) if hub is None else module.hub_bundle(4, hub),)
+    assert packing.rate == pytest.approx(min(bandwidths) / 3, rel=0.03)  # a slow leaf receives from three others
+    check(spec, packing)
 
 
 def test_rows_enter_a_node_of_two_ranks_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -120,6 +121,19 @@ def test_all_ranks_have_the_same_sum_in_rank_order(data: st.DataObject, size: in
             assert sums[step].gradients == sum(part.gradients for part in parts)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("table", "size"), [(1, 2), (2**16, 2), (2**16 + 1, 4), (2**32, 4), (2**32 + 1, 8)])
+def test_indices_take_as_few_bytes_as_the_table_needs(table: int, size: int, dtype: torch.dtype) -> None:
+    indices = torch.tensor(sorted({0, table // 2, table - 1}))
+    rows = Rows(indices, torch.randn(len(indices), 3).to(dtype), 2)
+    wire = rows.packed(table)
+    assert wire.numel() == 8 + len(indices) * (size + 3 * dtype.itemsize)
+    found = Rows.unpacked(wire, 3, dtype, table)
+    assert found.gradients == 2
+    assert torch.equal(found.indices, indices)
+    assert torch.equal(found.values, rows.values)
+
+
 @given(parts=st.lists(touched(), min_size=1, max_size=5))
 def test_merged_rows_are_ascending_unique_and_exact(parts: list[Rows]) -> None:
     dense = torch.zeros(TABLE, WIDTH)
@@ -139,8 +153,8 @@ def test_few_rows_travel_over_the_first_transfers_only() -> None:
 
 
 def wire(gradients: int, count: int, indices: list[int], used: int = 1) -> bytes:
-    header = torch.tensor([gradients, count, used, *indices], dtype=torch.int64)
-    return header.numpy().tobytes() + bytes(4 * WIDTH * len(indices))
+    header = struct.pack("=3q", gradients, count, used)
+    return header + bytes(4 * WIDTH * len(indices)) + struct.pack(f"={len(indices)}H", *indices)
 
 
 @pytest.mark.parametrize(

@@ -65,34 +65,20 @@ def test_touched_rows_are_those_with_an_element_that_is_not_zero(
     whole, shifted = memory[:-1].view(rows, width), memory[1:].view(rows, width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SCANNED_BYTES", data.draw(st.sampled_from([1, 50, 2**20])))
+        patch.setattr(module, "_MANY_WORDS", data.draw(st.sampled_from([0.0, 1 / 16, 2.0])))
         for table in (whole, shifted, whole.t().contiguous().t()):
             assert touched_rows(table).tolist() == [row for row in range(rows) if any(map(bool, table[row].tolist()))]
 
 
-def test_searching_a_full_table_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The indices of all words of the table at once would take as many bytes as the table."""
-    table, sizes, unique = torch.ones(2**16, 64), [], torch.unique_consecutive
-    table[:, 0] = 0.0
-
-    def recorded(words: torch.Tensor) -> torch.Tensor:
-        sizes.append(words.nbytes)
-        return unique(words)
-
-    monkeypatch.setattr(torch, "unique_consecutive", recorded)
-    assert len(touched_rows(table)) == len(table)
-    assert sum(sizes) == table.nbytes
-    assert max(sizes) <= table.nbytes / 4
-
-
-def test_rows_whose_first_element_is_not_zero_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, searched, search = torch.zeros(64, 8), [], module._search
-    table[::2] = 1.0
-    table[1, 5] = 1.0
+def test_large_tables_are_searched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places of all words of a table at once would take as many bytes as the table."""
+    table, sizes, search = torch.ones(2**16, 64), [], module._touched_in
 
     def recorded(block: torch.Tensor) -> torch.Tensor:
-        searched.append(len(block))
+        sizes.append(block.nbytes)
         return search(block)
 
-    monkeypatch.setattr(module, "_search", recorded)
-    assert touched_rows(table).tolist() == sorted([1, *range(0, 64, 2)])
-    assert searched == [32]
+    monkeypatch.setattr(module, "_touched_in", recorded)
+    assert torch.equal(touched_rows(table), torch.arange(len(table)))
+    assert sum(sizes) == table.nbytes
+    assert max(sizes) <= table.nbytes / 4

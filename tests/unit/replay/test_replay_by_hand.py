@@ -205,8 +205,8 @@ def test_only_touched_rows_travel(detail: str) -> None:
     )  # fmt: skip
     work = Workload(name="rows", variables=(table,))
     prediction = Replay(work, one_switch(2), IDEAL).predict(Schedule(2, (message,)), detail)
-    # An index of 8 bytes a row; two ranks share a tenth of their rows by chance.
-    assert prediction.step_time == pytest.approx((1_000 + 1_900) * (8 + 4 * width) / RATE)
+    # An index of 2 bytes a row; two ranks share a tenth of their rows by chance.
+    assert prediction.step_time == pytest.approx((1_000 + 1_900) * (2 + 4 * width) / RATE)
 
 
 @pytest.mark.parametrize("detail", ["frames", "fluid"])
@@ -217,8 +217,8 @@ def test_rows_that_are_gathered_travel_once(detail: str) -> None:
     cluster = one_switch(3)
     made = compile_plan(builders.gathered_rows(work, cluster), work, cluster)
     prediction = Replay(work, cluster, IDEAL).predict(made, detail)
-    # Each rank receives the rows of two others, with an index of 8 bytes a row.
-    assert prediction.step_time == pytest.approx(2 * 1_000 * (8 + 4 * width) / RATE, rel=0.02)
+    # Each rank receives the rows of two others, with an index of 2 bytes a row.
+    assert prediction.step_time == pytest.approx(2 * 1_000 * (2 + 4 * width) / RATE, rel=0.02)
 
 
 def test_one_rank_only_computes() -> None:
