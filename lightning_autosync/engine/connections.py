@@ -293,18 +293,18 @@ def tune_connection(connection: socket.socket, rates: tuple[float, float] | None
             product plus some slack. Reductions and broadcasts share every link, and data that queues in one direction
             of a link delays the acknowledgements of the other direction. None leaves the size to the kernel.
         pace: limit on payload bytes/s, which the kernel enforces (the first packet after a pause leaves at once). It
-            has an effect on Linux only.
+            has an effect on Linux only. The send buffer then holds what the connection may send in the same time.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_LIMIT)
-    limit_queue(connection, rates)
+    limit_queue(connection, rates, pace)
     if pace is not None and sys.platform == "linux":
         connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", round(pace)))
 
 
-def limit_queue(connection: socket.socket, rates: tuple[float, float] | None) -> None:
+def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, pace: float | None = None) -> None:
     """Limit the send buffer to what the route holds, by the least round-trip time so far.
 
     A connection that is opened while gradients travel waits in the queues of their links. Its round trips then seem up
@@ -313,10 +313,13 @@ def limit_queue(connection: socket.socket, rates: tuple[float, float] | None) ->
     Args:
         connection: a connected TCP socket.
         rates: bytes/s of the route and of the route back; None changes nothing.
+        pace: most bytes/s of the connection, if it may use a part of the route only. Connections that share a link
+            would otherwise queue as much as if each had it alone, and urgent frames would wait behind all of that.
     """
     round_trip = None if rates is None else _least_round_trip(connection)
     if rates is not None and round_trip is not None:
-        window = max(_LEAST_WINDOW, int(rates[0] * _seconds_in_flight(*rates, round_trip)))
+        rate = rates[0] if pace is None else min(pace, rates[0])
+        window = max(_LEAST_WINDOW, int(rate * _seconds_in_flight(*rates, round_trip)))
         # The kernel silently reduces a larger window to its limit, which would underuse the route. It then does better
         # with its own automatic size.
         if window <= _largest_buffer():

@@ -82,11 +82,18 @@ class Peer(NamedTuple):
 class _Connection:
     """One connection, with an outbox sorted by urgency and the frame that is being received."""
 
-    def __init__(self, peer: Peer, connection: socket.socket, rates: tuple[float, float] | None = None) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        connection: socket.socket,
+        rates: tuple[float, float] | None = None,
+        pace: float | None = None,
+    ) -> None:
         self.peer = peer
         self.rank = peer.rank
         self.socket = connection
         self.rates = rates
+        self.pace = pace
         self.tuned = 1
         self.outbox: list[_Outgoing] = []
         self.outgoing: _Outgoing | None = None
@@ -119,8 +126,8 @@ class Transport:
     ) -> None:
         self.bytes_sent = 0
         self._selector = selectors.DefaultSelector()
-        known = rates or {}
-        self._peers = {peer: _Connection(peer, one, known.get(peer)) for peer, one in sockets.items()}
+        known, limits = rates or {}, paces or {}
+        self._peers = {peer: _Connection(peer, one, known.get(peer), limits.get(peer)) for peer, one in sockets.items()}
         self._receivers: dict[int, Receiver] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._unwritten: dict[Peer, _Connection] = {}
@@ -131,7 +138,7 @@ class Transport:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
-            tune_connection(peer.socket, peer.rates, (paces or {}).get(peer.peer))
+            tune_connection(peer.socket, peer.rates, peer.pace)
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
         self._thread.start()
@@ -170,7 +177,7 @@ class Transport:
         connection = self._peers[peer]
         if connection.tuned < frame.step <= _TUNED_STEPS:
             connection.tuned = frame.step
-            limit_queue(connection.socket, connection.rates)
+            limit_queue(connection.socket, connection.rates, connection.pace)
         heapq.heappush(connection.outbox, ((*urgency, self._counter), [header, payload], sent))
         if not connection.watching_writes:
             self._unwritten[peer] = connection

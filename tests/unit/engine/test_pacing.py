@@ -8,13 +8,16 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import pytest
 from clusters import shared_nodes, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
+from lightning_autosync.engine import connections, transport
 from lightning_autosync.engine.connections import limit_queue, tune_connection
+from lightning_autosync.engine.transport import Frame, Peer, Transport
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import (
     Compressor,
@@ -217,3 +220,26 @@ def test_a_queue_holds_what_an_empty_link_carries() -> None:
     connection = BusyConnection()
     limit_queue(cast(socket.socket, connection), (1e8, 1e8))
     assert connection.options == {socket.SO_SNDBUF: 204_000}  # two round trips and 2 ms
+
+
+@pytest.mark.parametrize(("pace", "bytes_held"), [(2.5e7, 51_000), (3e8, 204_000), (1e6, 32 * 1024)])
+def test_a_paced_connection_queues_what_it_sends_in_that_time(pace: float, bytes_held: int) -> None:
+    connection = BusyConnection()
+    limit_queue(cast(socket.socket, connection), (1e8, 1e8), pace)
+    assert connection.options == {socket.SO_SNDBUF: bytes_held}
+
+
+def test_a_transport_limits_queues_by_its_paces(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited: list[float | None] = []
+    for module in (connections, transport):
+        monkeypatch.setattr(module, "limit_queue", lambda _, __, pace: limited.append(pace))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    peer = Peer(1)
+    made = Transport({peer: one}, {peer: (1e8, 1e8)}, {peer: 2.5e7})
+    with other:
+        for step in (1, 2):
+            made.submit(partial(made.send, peer, Frame(0, step, 0, 0, 0, 0), memoryview(b""), (0.0,)))
+        made.close()
+    assert limited == [2.5e7, 2.5e7]  # when it was opened, and before the second step
