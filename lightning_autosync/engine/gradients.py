@@ -174,7 +174,7 @@ class DenseGradients(MessageGradients):
     def on_arrival(self, place: int) -> Callable[[], None]:
         parameter, view, pointer = self._targets[place]
         filled, share, name = self._filled, self._share, self.message.name
-        shows = self._as_view[place]
+        shows, is_complex = self._as_view[place], parameter.is_complex()
 
         def pack() -> None:
             if filled[place]:
@@ -192,7 +192,9 @@ class DenseGradients(MessageGradients):
                 elif gradient.data_ptr() == pointer:
                     view.mul_(share)
                 else:
-                    torch.mul(real_view(gradient.detach()), share, out=view)
+                    if gradient.requires_grad:
+                        gradient = gradient.detach()
+                    torch.mul(real_view(gradient) if is_complex else gradient, share, out=view)
                     if shows and view.dtype == parameter.dtype:  # otherwise the parameter's dtype has just changed
                         # Now, so that the next gradient can use the memory. A new alias, because the user may assign
                         # other data to the gradient.
