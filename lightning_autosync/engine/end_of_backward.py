@@ -15,9 +15,10 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 _APPLICATIONS = {
-    method.__code__ for name, method in vars(BackwardCFunction).items() if name in ("apply", "apply_boxed")
+    id(method.__code__) for name, method in vars(BackwardCFunction).items() if name in ("apply", "apply_boxed")
 }
-"""Code by which autograd runs the ``backward`` of a function that is written in Python; newer torch has both."""
+"""Code by which autograd runs the ``backward`` of a function that is written in Python; newer torch has both. They are
+known by their ids, because to hash a code object Python reads all of it, for each frame of each pass."""
 
 
 class _End:
@@ -81,7 +82,7 @@ def _outermost_function() -> Node | None:
     found: Node | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code in _APPLICATIONS:
+        if id(frame.f_code) in _APPLICATIONS:
             found = frame.f_locals["self"]
         frame = frame.f_back
     return found

@@ -54,6 +54,7 @@ def set_up(
     hybrid: dict[str, Any] | None = None,
     device: Device = "cpu",
     overlap: bool = False,
+    views: bool = False,
 ) -> None:
     """Create a contender: DDP with the arguments ``ddp``, ``plan`` for ``workload``, or a ``hybrid`` plan.
 
@@ -67,6 +68,7 @@ def set_up(
         hybrid: a `HybridPlan`.
         device: where the module trains.
         overlap: whether the sums of a plan travel while the next forward pass computes.
+        views: whether the gradients of a plan become views of buffers.
     """
     described = ClusterSpec.from_dict(cluster)
     training = Training.of(model_of(model), sparse, described, device)
@@ -77,7 +79,7 @@ def set_up(
     else:
         documents = SyncPlan.from_dict(plan), Workload.from_dict(workload)
         kind = OverlapReplica if overlap else PlanReplica
-        _live[name] = kind(training, *documents, described, timeout)
+        _live[name] = kind(training, *documents, described, timeout, views)
 
 
 def tear_down(name: str) -> None:

@@ -168,6 +168,7 @@ class PlanReplica(Replica):
 
     Args:
         timeout: seconds to wait for other ranks.
+        views: whether gradients become views of the engine's buffers.
 
     Raises:
         AutoSyncError: plan, workload and cluster do not match.
@@ -176,7 +177,13 @@ class PlanReplica(Replica):
     waits: Waits = "backward"
 
     def __init__(
-        self, training: Training, plan: SyncPlan, workload: Workload, cluster: ClusterSpec, timeout: float
+        self,
+        training: Training,
+        plan: SyncPlan,
+        workload: Workload,
+        cluster: ClusterSpec,
+        timeout: float,
+        views: bool = False,
     ) -> None:
         super().__init__(training)
         two_levels = self._parameters[0].is_cuda  # as in jobs on NCCL
@@ -185,7 +192,9 @@ class PlanReplica(Replica):
         if waits == "parameters":
             self.schedule = first_parameters_first(self.schedule, [variable.name for variable in workload.variables])
         names = variable_names(self.module)
-        self.engine = Engine(names, self.schedule, cluster=cluster, timeout=timeout, waits=waits)
+        self.engine = Engine(
+            names, self.schedule, cluster=cluster, timeout=timeout, waits=waits, gradient_as_bucket_view=views
+        )
         self._buffers = BufferBroadcast(self.module)
 
     @property
@@ -210,13 +219,19 @@ class OverlapReplica(PlanReplica):
     waits = "parameters"
 
     def __init__(
-        self, training: Training, plan: SyncPlan, workload: Workload, cluster: ClusterSpec, timeout: float
+        self,
+        training: Training,
+        plan: SyncPlan,
+        workload: Workload,
+        cluster: ClusterSpec,
+        timeout: float,
+        views: bool = False,
     ) -> None:
         optimizer = training.optimizer
         fault = "the model has no optimizer" if optimizer is None else defer_steps(optimizer)
         if optimizer is None or fault:
             raise DocumentError(f"overlap: {fault}")
-        super().__init__(training, plan, workload, cluster, timeout)
+        super().__init__(training, plan, workload, cluster, timeout, views)
         self._optimizer = optimizer
         self._overlap = StepOverlap(self.module)
         self._overlap.follow(self.engine)

@@ -159,6 +159,13 @@ class Constants(Document):
             return 0.0
         return 1 / self.crowd(ranks) if self.computing is None else self.computing
 
+    def shared_host_cost(self, ranks: int) -> float:
+        """Seconds in which shared cores let ``ranks`` send, or receive, a byte each.
+
+        It is 0 if each rank has its own core, and if computation takes none because of an accelerator.
+        """
+        return self.host_cost * ranks / self.cores if self.cores and not self.accelerated else 0.0
+
     def crowd(self, ranks: int) -> float:
         """Factor, at least 1, by which host work takes longer because ``ranks`` share too few cores."""
         return max(1.0, ranks / self.cores) if self.cores else 1.0

@@ -96,7 +96,7 @@ class Population:
         stop: Callable[[], bool] | None = None,
         overlaps: bool = False,
     ) -> None:
-        self.space = space
+        self.space, self.constants = space, constants
         self.candidates: dict[str, Candidate] = {}
         self._size = size
         self._two_level_collectives = two_level_collectives

@@ -235,7 +235,8 @@ class _Selection:
         native: dict[str, dict[str, Any]] = {"": {}}
         if cluster.world_size > 1 and cluster.measured:
             self._try_built(link_method(workload, cluster).build.__name__, bucket_bytes=LINK_BUCKET)
-            native[""] = native_sizes(cluster)
+            costs = self._population.constants
+            native[""] = native_sizes(cluster, costs.shared_host_cost(cluster.world_size))
             if space.sizes_are_free:
                 native |= {f" ({name})": sizes for name, sizes in _NATIVE.items()}
         for name, sizes in native.items():

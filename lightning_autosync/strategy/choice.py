@@ -7,16 +7,22 @@ from typing import Any, NamedTuple
 from lightning_autosync.cluster import ClusterSpec, ring_time
 from lightning_autosync.documents import seconds_text
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.plan.builders.default import LINK_BUCKET, link_method, native_sizes
+from lightning_autosync.plan.builders.default import (
+    LINK_BUCKET,
+    SHARED_CORES_BUCKET,
+    cores_limit,
+    link_method,
+    native_sizes,
+)
 from lightning_autosync.plan.builders.rows import place_rows, serve_rows
+from lightning_autosync.replay import Constants
 from lightning_autosync.workload import Workload
 
 LEAST_GAIN = 1.05
 """Predicted speedup over the native all-reduce that another method needs to be chosen."""
 
-ONE_MACHINE_BUCKET = 100 * 2**20
-"""Bytes of a message between ranks that share the cores of one machine. There is no idle link to overlap with, and each
-message takes time from computation (measured on two cores: DDP's buckets cost up to 8% of a step)."""
+CORES_LIMIT = "all ranks share the cores of one machine, which limit how fast gradients travel"
+"""What `cores_limit` tells, in words."""
 
 
 def choose_plan(
@@ -27,6 +33,7 @@ def choose_plan(
     shares_cores: bool = False,
     sharing_fault: str = "",
     accelerated: bool = False,
+    cores: float | None = None,
 ) -> tuple[SyncPlan, str]:
     """Choose an exact plan; returns it with one sentence that gives the reason.
 
@@ -37,6 +44,8 @@ def choose_plan(
         sharing_fault: reason why the ranks of a node cannot share memory; empty if they can.
         accelerated: whether gradients are on accelerators. Their costs are not known, so that no prediction decides
             there.
+        cores: number of cores that all ranks share, also if they are described as several nodes; None if each rank has
+            its own.
     """
     sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     fused = serve_rows(builders.all_reduce(workload, cluster, **sizes), workload)
@@ -48,7 +57,7 @@ def choose_plan(
         return summed, "sums in shared memory, because all ranks run on one machine"
     if alone and bucket_bytes is None:
         large = builders.all_reduce(
-            workload, cluster, bucket_bytes=ONE_MACHINE_BUCKET, first_bucket_bytes=ONE_MACHINE_BUCKET
+            workload, cluster, bucket_bytes=SHARED_CORES_BUCKET, first_bucket_bytes=SHARED_CORES_BUCKET
         )
         return serve_rows(large, workload), (
             f"large native all-reduces, because all ranks run on one machine but cannot share memory: {sharing_fault}"
@@ -62,11 +71,14 @@ def choose_plan(
         return fused, "fused native all-reduce, because no cluster is described"
     if not cluster.measured:
         return fused, f"fused native all-reduce, because the link rates of cluster '{cluster.name}' are unknown"
-    native, linked = plans_by_formula(workload, cluster, bucket_bytes)
+    host_cost = Constants(cores=cores).shared_host_cost(cluster.world_size)
+    native, linked = plans_by_formula(workload, cluster, bucket_bytes, host_cost)
     times = f"predicted for cluster '{cluster.name}': {synchronization_times(linked.seconds, native.seconds)}"
     if any(variable.kind != "dense" for variable in workload.variables):
         times += "; touched rows of embeddings are sent in addition"
     if native.seconds <= LEAST_GAIN * linked.seconds:
+        if bucket_bytes is None and cores_limit(cluster, host_cost):
+            times += f"; in large messages, because {CORES_LIMIT}"
         return (
             native.plan,
             f"fused native all-reduce, because no other method is more than 5% faster; the best is {linked.name}, "
@@ -99,18 +111,19 @@ class FormulaPlan(NamedTuple):
 
 
 def plans_by_formula(
-    workload: Workload, cluster: ClusterSpec, bucket_bytes: int | None = None
+    workload: Workload, cluster: ClusterSpec, bucket_bytes: int | None = None, host_cost: float = 0.0
 ) -> tuple[FormulaPlan, FormulaPlan]:
     """The native all-reduce, and the method that suits the links best; for clusters with known rates.
 
     Args:
         bucket_bytes: bytes of a fused message; None for sizes that suit the links.
+        host_cost: as for `cores_limit`.
     """
     sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     dense = sum(variable.bytes for variable in workload.variables if variable.kind == "dense")
     share = max(dense, 1) / workload.bytes
     name, best, build = link_method(workload, cluster)
-    native = builders.all_reduce(workload, cluster, **(native_sizes(cluster) | sizes))
+    native = builders.all_reduce(workload, cluster, **(native_sizes(cluster, host_cost) | sizes))
     linked = build(workload, cluster, **({"bucket_bytes": LINK_BUCKET} | sizes))
     return (
         FormulaPlan(

@@ -81,6 +81,7 @@ def resolve(
     unshared: str = "",
     also: Container[nn.Parameter] = (),
     proposals: Proposals | None = None,
+    cores: int | None = None,
 ) -> Resolution:
     """Find the plan for a module and compile it, the same on every rank.
 
@@ -90,6 +91,7 @@ def resolve(
         unshared: reason why the ranks cannot share memory; see `memory_fault`.
         also: frozen parameters that the plan also covers, because they train at other times.
         proposals: plans that the search found, if there was one.
+        cores: number of cores that all ranks share; see `choose_plan`.
 
     Raises:
         DocumentError: (or a subclass) plan, model, cluster and job do not fit each other.
@@ -108,7 +110,7 @@ def resolve(
             alternatives, plan, reason = proposals.plans, proposals.plans[0].plan, proposals.reason
         else:
             on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
-            plan, reason = _make_plan(settings, workload, cluster, on_cpu, unshared)
+            plan, reason = _make_plan(settings, workload, cluster, on_cpu, unshared, cores)
         check_semantics(plan.semantics, settings.semantics, settings.source)
     schedule = None
     if plan.has_schedule:
@@ -233,11 +235,16 @@ def check_size(cluster: ClusterSpec, nodes: int, devices: int) -> None:
 
 
 def _make_plan(
-    settings: StrategySettings, workload: Workload, cluster: ClusterSpec, on_cpu: bool, unshared: str
+    settings: StrategySettings,
+    workload: Workload,
+    cluster: ClusterSpec,
+    on_cpu: bool,
+    unshared: str,
+    cores: int | None,
 ) -> tuple[SyncPlan, str]:
     if settings.plan is None:
         known = settings.cluster is not None
-        return choose_plan(workload, cluster, known, settings.bucket_bytes, on_cpu, unshared, not on_cpu)
+        return choose_plan(workload, cluster, known, settings.bucket_bytes, on_cpu, unshared, not on_cpu, cores)
     assert isinstance(settings.plan, str)
     sizes: dict[str, Any] = {} if settings.bucket_bytes is None else {"bucket_bytes": settings.bucket_bytes}
     return builders.build(settings.plan, workload, cluster, **sizes), f"by {settings.source}"

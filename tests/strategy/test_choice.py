@@ -100,6 +100,30 @@ def test_ranks_of_one_machine_sum_in_shared_memory_in_few_large_messages() -> No
     assert len(choose_plan(large, ClusterSpec.uniform(2), False, shares_cores=True)[0].groups) > 2
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rate", "cores", "large"),
+    [
+        (2, "8 Gbit/s", 2, True),
+        (4, "8 Gbit/s", 2, True),
+        (2, "4 Gbit/s", 2, False),
+        (4, "1 Gbit/s", 2, False),
+        (4, "8 Gbit/s", None, False),
+    ],
+)
+def test_messages_are_large_where_shared_cores_and_not_links_are_the_limit(
+    ranks: int, rate: str, cores: int | None, large: bool
+) -> None:
+    workload = Workload(name="ten", variables=tuple(Variable(name=f"v{i}", shape=(2**20,)) for i in range(20)))
+    cluster = ClusterSpec.uniform(nodes=ranks, bandwidth=rate)
+    plan, reason = choose_plan(workload, cluster, known=True, cores=cores)
+    assert {group.topology for group in plan.groups} == {"native"}
+    assert (len(plan.groups) == 1) == large
+    assert ("all ranks share the cores of one machine" in reason) == large
+    stated, reason = choose_plan(workload, cluster, known=True, cores=cores, bucket_bytes=2**20)
+    assert len(stated.groups) == 20
+    assert "cores" not in reason
+
+
 def test_predicted_times_leave_out_tables_whose_rows_are_sent() -> None:
     star = ClusterSpec.star([1e9, 2e8, 2e8, 2e8])
     table = Variable(name="table", shape=(1_000_000, 64), kind="row_sparse", rows=100)

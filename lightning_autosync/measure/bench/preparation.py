@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -17,6 +17,7 @@ from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.measure.bench.settings import BenchSettings, ContenderSettings, DDPOptions, Exactness
+from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.launches.settings import ClusterSettings
 from lightning_autosync.measure.models.model import MIB, Embeddings, Model
 from lightning_autosync.plan import SyncPlan, builders, codecs, compile_plan
@@ -119,13 +120,18 @@ def _prepared(
             hybrid = _hybrid_plan(contender.plan, settings.model, cluster)
             if contender.overlap:
                 raise DocumentError("overlap: hybrid plans have none; allowed: false")
+            if contender.gradient_as_bucket_view:
+                raise DocumentError("gradient_as_bucket_view: hybrid plans have none; allowed: false")
             return _Prepared({**order, "hybrid": hybrid.to_dict()}, plan_class(hybrid))
-        plan, reason = _plan(contender, workload, cluster, shares_cores=settings.launch.kind == "local")
+        kind = settings.launch.kind
+        cores = usable_cores() if kind in ("local", "emulated") and settings.device == "cpu" else None
+        plan, reason = _plan(contender, workload, cluster, {"shares_cores": kind == "local", "cores": cores})
         compile_plan(plan, workload, cluster, contender.plan or "plan")
     except AutoSyncError as error:
         raise DocumentError(f"contenders.{name}: {error}") from None
-    documents = {"plan": plan.to_dict(), "workload": workload.to_dict(), "overlap": contender.overlap}
-    return _Prepared({**order, **documents}, plan_class(plan), reason)
+    documents = {"plan": plan.to_dict(), "workload": workload.to_dict()}
+    options = {"overlap": contender.overlap, "views": contender.gradient_as_bucket_view}
+    return _Prepared({**order, **documents, **options}, plan_class(plan), reason)
 
 
 def _hybrid_plan(path: str, model: Model, cluster: ClusterSpec) -> HybridPlan:
@@ -159,9 +165,9 @@ def _check_hook(options: DDPOptions, workload: Workload) -> None:
 
 
 def _plan(
-    contender: ContenderSettings, workload: Workload, cluster: ClusterSpec, shares_cores: bool
+    contender: ContenderSettings, workload: Workload, cluster: ClusterSpec, known: Mapping[str, Any]
 ) -> tuple[SyncPlan, str]:
-    """The plan and the reason for it (empty if none). Only functions with a parameter ``shares_cores`` get it."""
+    """The plan and the reason for it (empty if none). Functions get those of the ``known`` arguments that they name."""
     if contender.plan is not None:
         return SyncPlan.load(contender.plan), ""
     assert contender.builder is not None
@@ -172,7 +178,7 @@ def _plan(
             raise DocumentError(
                 f"builder '{contender.builder}' has no argument '{argument}'; it takes {', '.join(allowed)}"
             )
-    told = {"shares_cores": shares_cores} if "shares_cores" in (allowed or ()) else {}
+    told = {name: value for name, value in known.items() if name in (allowed or ())}
     try:
         made = build(workload, cluster, **told | contender.arguments)
     except (TypeError, ValueError) as error:

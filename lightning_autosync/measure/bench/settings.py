@@ -91,6 +91,7 @@ class ContenderSettings(Record):
         embeddings: gradients of embeddings: ``dense``, ``sparse`` (``nn.Embedding(sparse=True)``), or ``rows``, which
             are dense but only touched rows are sent (plans only).
         overlap: whether sums travel while the next forward pass computes, as with ``overlap="step"`` (plans only).
+        gradient_as_bucket_view: whether gradients become views of buffers (plans; DDP has an option of its own).
     """
 
     ddp: DDPOptions | None = None
@@ -99,6 +100,7 @@ class ContenderSettings(Record):
     plan: str | None = None
     embeddings: Embeddings = "dense"
     overlap: bool = False
+    gradient_as_bucket_view: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -114,6 +116,8 @@ class ContenderSettings(Record):
             raise ValueError(f"expected exactly one of ddp, builder and plan, got {' and '.join(kinds) or 'none'}")
         if self.ddp is not None and self.overlap:
             raise ValueError("overlap: DDP has none; allowed: false")
+        if self.ddp is not None and self.gradient_as_bucket_view:
+            raise ValueError("gradient_as_bucket_view: of DDP, set ddp.gradient_as_bucket_view")
         if self.ddp is not None and self.embeddings == "rows":
             raise ValueError("embeddings: DDP does not support 'rows'; allowed: dense, sparse")
         return self

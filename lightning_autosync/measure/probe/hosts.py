@@ -61,9 +61,7 @@ def host_constants() -> Constants:
     """
     dist.barrier()
     found = gather_json([machine()[0], _cores(), _measured()])
-    machines = {place for place, _, _ in found}
-    shared = len(machines) == 1 and len(found) > 1
-    cores = len({core for _, cores, _ in found for core in cores}) if shared else None
+    cores = _shared([(place, cores) for place, cores, _ in found])
     if not all(measured is not None and min(measured) > 0 for _, _, measured in found):
         return Constants(cores=cores)
     by_machine = defaultdict[str, list[Sequence[float]]](list)
@@ -72,6 +70,14 @@ def host_constants() -> Constants:
     means = [[statistics.mean(values) for values in zip(*ranks, strict=True)] for ranks in by_machine.values()]
     work, copy, add = zip(*means, strict=True)
     return _scaled(max(work) / REFERENCE, min(copy), min(add), cores)
+
+
+def shared_cores() -> int | None:
+    """Number of cores that the ranks of the default process group share; collective.
+
+    It is None unless all ranks are on one machine, and for a single rank.
+    """
+    return _shared(gather_json([machine()[0], _cores()]))
 
 
 def host_costs() -> dict[str, Any]:
@@ -96,6 +102,13 @@ def _scaled(factor: float, copy: float, add: float, cores: float | None) -> Cons
         reduce_rate=add,
         cores=cores,
     )
+
+
+def _shared(found: Sequence[tuple[str, Sequence[int]]]) -> int | None:
+    """The same, from the machine and the cores of each rank."""
+    if len(found) == 1 or len({place for place, _ in found}) > 1:
+        return None
+    return len({core for _, cores in found for core in cores})
 
 
 def _cores() -> list[int]:

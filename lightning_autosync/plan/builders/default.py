@@ -28,6 +28,16 @@ NATIVE_SECONDS = 0.05
 costs some milliseconds of latency (measured on four links of 200 Mbit/s: steps with DDP's 25 MiB took up to 1.17 times
 as long)."""
 
+SHARED_CORES_BUCKET = 100 * MIB
+"""Bytes of a message where the cores that all ranks share, and not the links, limit how fast gradients travel. There is
+no idle link to overlap with, and each message takes time from computation (measured on two cores: DDP's buckets cost up
+to 8% of a step)."""
+
+BUSY_CORES = 0.45
+"""Core time of an all-reduce, relative to its time on the links, from which the cores count as the limit (measured with
+computation on all of two cores: one message is 3% to 8% faster than DDP's buckets at ratios of 0.56 and more, and 2% to
+5% slower at 0.28)."""
+
 
 class LinkMethod(NamedTuple):
     """A method that follows the rates of the links.
@@ -63,7 +73,27 @@ def shards_time(cluster: ClusterSpec, size: float) -> float:
     return size * float((loads / topology.capacities).max())
 
 
-def native_sizes(cluster: ClusterSpec) -> dict[str, Any]:
-    """Arguments of `all_reduce` for buckets as in DDP, or smaller ones if these would take too long on slow links."""
+def native_sizes(cluster: ClusterSpec, host_cost: float = 0.0) -> dict[str, Any]:
+    """Arguments of `all_reduce` for buckets as in DDP, or others that suit the links.
+
+    Buckets are smaller if DDP's would take too long on slow links, and larger if `cores_limit`.
+
+    Args:
+        host_cost: as for `cores_limit`.
+    """
+    if cores_limit(cluster, host_cost):
+        return {"bucket_bytes": SHARED_CORES_BUCKET, "first_bucket_bytes": SHARED_CORES_BUCKET}
     carried = int(NATIVE_SECONDS / ring_time(cluster, 1.0))
     return {"bucket_bytes": max(LINK_BUCKET, carried)} if carried < DDP_BUCKET else {}
+
+
+def cores_limit(cluster: ClusterSpec, host_cost: float) -> bool:
+    """Whether cores that all ranks share, and not the links, limit how fast an all-reduce is.
+
+    Args:
+        cluster: a cluster with known rates.
+        host_cost: seconds in which these cores let all ranks send, or receive, a byte each; 0 if ranks share no cores,
+            or compute elsewhere.
+    """
+    ranks = cluster.world_size
+    return host_cost * 4 * (ranks - 1) / ranks > BUSY_CORES * ring_time(cluster, 1.0)

@@ -20,6 +20,7 @@ from lightning_autosync.engine.exchanges.native import destroy_unused_groups
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.errors import OpeningError
+from lightning_autosync.measure.probe.hosts import shared_cores
 from lightning_autosync.plan import Schedule, compile_plan
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.log import rank_zero_info
@@ -144,6 +145,7 @@ class JobTuning:
             unshared=memory_fault(self._module, *self._shape, self._group),
             also=also,
             proposals=None if found is None else found.proposals,
+            cores=shared_cores() if found is None and self._group is None else None,
         )
         if found is not None and found.links.fault:
             resolution = replace(resolution, reason=f"{resolution.reason}: {found.links.fault}")

@@ -19,9 +19,9 @@ from lightning_autosync.measure.probe.description import check_places, check_rat
 from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.plan.builders.default import DDP_BUCKETS
+from lightning_autosync.plan.builders.default import DDP_BUCKETS, cores_limit
 from lightning_autosync.replay import Constants, synchronization_bound
-from lightning_autosync.strategy.choice import LEAST_GAIN, plans_by_formula, synchronization_times
+from lightning_autosync.strategy.choice import CORES_LIMIT, LEAST_GAIN, plans_by_formula, synchronization_times
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.predictor import PREDICTOR
@@ -285,6 +285,11 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     # Without overlap, the computation is unknown here, and with it what smaller buckets would gain.
     usual = native if overlaps and ddp.predicted > LEAST_GAIN * native.predicted else ddp
     first = best if native.predicted > LEAST_GAIN * best.predicted else usual
+    cost = links.constants.shared_host_cost(links.cluster.world_size)
+    sized = links.cluster.measured and ddp.name == DDP  # the user left the sizes of messages to the search
+    large = sized and not overlaps and cores_limit(links.cluster, cost)
+    if large:  # these times leave out the computation, which takes the cores from messages
+        first = next(each for each in ranked if each.name == NATIVE)
     times = (
         f"with overlap and a computation as long as the links need, a step takes {seconds_text(best.predicted)}, and "
         f"{seconds_text(native.predicted)} with a native all-reduce"
@@ -293,7 +298,9 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     )
     times = f"predicted for {links.told}: {times}"
     found = "a plan that the search found" if best.name == SEARCHED else best.name
-    if first is best:
+    if large:
+        reason = f"a native all-reduce in large messages, because {CORES_LIMIT}; the best is {found}, {times}"
+    elif first is best:
         reason = f"{found}, {times}"
     else:
         buckets = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,11 @@ from lightning_autosync.plan import Compressor
 
 
 def test_a_message_without_an_exchange_leaves_gradients_alone() -> None:
-    """Of an accelerator, where each gradient is packed when it arrives; here its parameter has just been unfrozen."""
+    """Its parameter has just been unfrozen."""
     parameter = nn.Parameter(torch.ones(3))
     message: Any = SimpleNamespace(name="all", numel=3, axis=0, compressor=Compressor(), variables=("weight",))
     buffer, exchange = torch.zeros(4), SimpleNamespace(result=None)
     gradients = DenseGradients(message, [parameter], buffer, exchange, world_size=2, as_views=True)  # type: ignore[arg-type]
-    gradients._packs_together = False
     parameter.grad = buffer[:3].fill_(4.0)
     parameter.requires_grad_(False)
     gradients.arm()
@@ -27,6 +27,21 @@ def test_a_message_without_an_exchange_leaves_gradients_alone() -> None:
     gradients.arm(changed=True)
     gradients.on_arrival(0)()
     assert parameter.grad.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_a_gradient_is_packed_when_it_arrives_and_its_memory_is_free_then(as_views: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    message: Any = SimpleNamespace(name="all", numel=3, axis=0, compressor=Compressor(), variables=("weight",))
+    buffer, exchange = torch.zeros(4), SimpleNamespace(result=None)
+    gradients = DenseGradients(message, [parameter], buffer, exchange, world_size=2, as_views=as_views)  # type: ignore[arg-type]
+    gradients.arm()
+    parameter.grad = torch.full((3,), 4.0)
+    memory = weakref.ref(parameter.grad)
+    gradients.on_arrival(0)()
+    assert buffer.tolist() == [2.0, 2.0, 2.0, 0.0]
+    assert (memory() is None) == as_views
+    assert (parameter.grad.data_ptr() == buffer.data_ptr()) == as_views
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,10 @@ PAIR = ClusterSpec.uniform(2, bandwidth="100 Mbit/s", name="pair")
 WORKLOAD = Workload(
     name="three",
     variables=tuple(Variable(name=name, shape=(size,)) for name, size in [("a", 1000), ("b", 2000), ("c", 3000)]),
+)
+
+WORKLOAD_OF_80_MIB = Workload(
+    name="ten", variables=tuple(Variable(name=f"v{number}", shape=(2**20,)) for number in range(20))
 )
 
 
@@ -215,6 +220,21 @@ def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
     assert found[0].name == first
     assert [each.name for each in found if each.native] == [proposals.DDP]
     assert proposals.order_plans(ranked, links, overlaps=True).plans[0].name == with_overlap
+
+
+def test_a_job_begins_with_large_messages_where_shared_cores_are_the_limit() -> None:
+    """Whatever is predicted without the computation, which takes these cores from messages."""
+    links = proposals.JobLinks(ClusterSpec.uniform(4, bandwidth="8 Gbit/s"), Constants(cores=2))
+    ranked = proposals.search_plans(WORKLOAD_OF_80_MIB, links, TuningSettings(search=0.1))
+    found = proposals.order_plans(ranked, links)
+    assert found.plans[0].name == proposals.NATIVE
+    assert len(found.plans[0].plan.groups) == 1
+    assert "in large messages, because all ranks share the cores of one machine" in found.reason
+    assert len(found.plans) == len(ranked)
+    own_cores = replace(links, constants=Constants())
+    assert "large messages" not in proposals.order_plans(ranked, own_cores).reason
+    stated = proposals.search_plans(WORKLOAD_OF_80_MIB, links, TuningSettings(search=0.1), bucket_bytes=2**20)
+    assert "large messages" not in proposals.order_plans(stated, links).reason
 
 
 def test_the_reason_says_for_which_steps_plans_were_predicted() -> None:
