@@ -53,9 +53,11 @@ GROUPS = {
     **{
         f"test_{name}.py": f"""
         import os, time, pytest
+        from pathlib import Path
         pytestmark = pytest.mark.together("pool")
         @pytest.mark.parametrize("number", range(3))
         def test_it(number, server):
+            while not Path("began").exists(): time.sleep(0.01)  # so that the other worker has a test of its own
             assert server == os.getpid()
             print(f"{name} {{number}} {{server}}", file=open("seen", "a"))
         """
@@ -65,6 +67,7 @@ GROUPS = {
         import os, time
         from pathlib import Path
         def test_side_by_side(tmp_path):
+            Path("began").touch()
             while not Path("then").exists(): time.sleep(0.01)
             print(f"other 0 {os.getpid()}", file=open("seen", "a"))
     """,

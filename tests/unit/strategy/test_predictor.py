@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,11 @@ def until(condition: Callable[[], bool]) -> bool:
 
 def priorities(process: Path) -> list[int]:
     """The nice values of all threads of a process."""
-    return [int((task / "stat").read_text().rpartition(")")[2].split()[16]) for task in (process / "task").iterdir()]
+    found = []
+    for task in (process / "task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            found.append(int((task / "stat").read_text().rpartition(")")[2].split()[16]))
+    return found
 
 
 def test_it_finds_and_predicts_what_this_process_would(shared: Predictor) -> None:
