@@ -129,7 +129,11 @@ def _row(fingerprint: str, entry: TunedPlan) -> list[str]:
 
 def _speedup(entry: TunedPlan) -> str:
     evidence = entry.evidence
-    return "-" if evidence.speedup is None else f"{evidence.speedup:.2f} over {evidence.compared[0].name}"
+    if evidence.speedup is None:
+        return "-"
+    first = evidence.compared[0]
+    name = f"plan {first.plan}" if first.name == entry.origin else first.name
+    return f"{evidence.speedup:.2f} over {name}"
 
 
 def _age(seconds: float) -> str:
@@ -182,9 +186,9 @@ def _rates(entry: TunedPlan) -> str:
 
 
 def _comparison(entry: TunedPlan) -> Table:
-    """The measured step times, with the speedup of the plan over each."""
-    table = Table(title="measured step times", title_justify="left", header_style="bold")
-    for heading in ("plan", "fingerprint", "median seconds", "steps", "speedup over it"):
+    """The step times by trials, with the speedup of the plan over each."""
+    table = Table(title="step times, as compared in trials", title_justify="left", header_style="bold")
+    for heading in ("plan", "fingerprint", "seconds", "steps", "speedup over it"):
         table.add_column(heading, justify="left" if heading in ("plan", "fingerprint") else "right")
     own = entry.evidence.measured
     _add(table, own, "-")

@@ -41,8 +41,9 @@ and each further frame counts."""
 _RATE_KEPT_IN_ALL = 0.96
 _FULL = 0.9
 """Share of its capacity from which a channel counts as full."""
-_MOST_OF_HUB = 1e9
-"""Largest rate in bytes/s at which one rank, whose one thread moves them, should send the rows of all ranks."""
+_MOST_OF_HUB = 0.5e9
+"""Largest rate in bytes/s at which one rank, whose one thread moves them, should send the rows of all ranks. A hub was
+measured at 50 MB/s only."""
 _SHORT_LATENCY = 1e-3
 """Seconds of a route up to which a second hop is worth the even use of links."""
 _SMALLEST_WEIGHTS = (0.02, 0.005, 0.001, 0.0)

@@ -15,7 +15,9 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 _APPLICATIONS = {
-    id(method.__code__) for name, method in vars(BackwardCFunction).items() if name in ("apply", "apply_boxed")
+    id(code): code
+    for code in (getattr(vars(BackwardCFunction).get(name), "__code__", None) for name in ("apply", "apply_boxed"))
+    if code is not None
 }
 """Code by which autograd runs the ``backward`` of a function that is written in Python; newer torch has both. They are
 known by their ids, because to hash a code object Python reads all of it, for each frame of each pass."""

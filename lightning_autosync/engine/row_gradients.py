@@ -17,7 +17,7 @@ from lightning_autosync.plan.schedule import Message
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 """Integers by their bytes."""
 _SCANNED_BYTES = 4 * 2**20
-"""Bytes of a table that are searched at once. Their words that are not zero take up to as many bytes, as indices."""
+"""Bytes of a table that are searched at once. For each of its words there is a byte that tells whether it is zero."""
 _MANY_WORDS = 1 / 16
 """If fewer words are not zero, their places are listed; otherwise each row is looked at."""
 

@@ -160,11 +160,13 @@ class Constants(Document):
         return 1 / self.crowd(ranks) if self.computing is None else self.computing
 
     def shared_host_cost(self, ranks: int) -> float:
-        """Seconds in which shared cores let ``ranks`` send, or receive, a byte each.
+        """Seconds in which shared cores of a typical host let ``ranks`` send, or receive, a byte each.
 
-        It is 0 if each rank has its own core, and if computation takes none because of an accelerator.
+        It is 0 if ``cores`` is None, and if computation takes no core because of an accelerator. The threshold of
+        `cores_limit` was measured in these seconds, so a measured ``host_cost`` does not count.
         """
-        return self.host_cost * ranks / self.cores if self.cores and not self.accelerated else 0.0
+        typical: float = type(self).model_fields["host_cost"].default
+        return typical * ranks / self.cores if self.cores and not self.accelerated else 0.0
 
     def crowd(self, ranks: int) -> float:
         """Factor, at least 1, by which host work takes longer because ``ranks`` share too few cores."""

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import lightning as L
 import torch
@@ -32,6 +33,8 @@ from lightning_autosync.strategy.lightning import AutoSyncStrategy
 from lightning_autosync.strategy.settings import PlanOfFile
 from lightning_autosync.targets import make, make_arguments
 from lightning_autosync.training.settings import TrainingResult, TrainingSettings
+
+_PLAIN = {bool, int, float, str, NoneType}
 
 
 class BenchModule(L.LightningModule):
@@ -205,6 +208,7 @@ def _model(job: RankTraining) -> L.LightningModule:
 
 def _trainer(job: RankTraining, times: StepTimes) -> L.Trainer:
     arguments = make_arguments("trainer", job.settings.trainer)
+    _check_types(arguments)
     callbacks = [*(arguments.pop("callbacks", None) or []), times]
     try:
         return L.Trainer(
@@ -217,6 +221,18 @@ def _trainer(job: RankTraining, times: StepTimes) -> L.Trainer:
         )
     except (TypeError, MisconfigurationException) as error:
         raise DocumentError(f"trainer: {' '.join(str(error).split())}") from error
+
+
+def _check_types(arguments: dict[str, Any]) -> None:
+    """Refuse arguments of the Trainer of other types than numbers, words or None, if it takes only these.
+
+    The Trainer does not look, and fails in the midst of training.
+    """
+    for name, hint in get_type_hints(L.Trainer.__init__).items():
+        kinds = get_args(hint) or (hint,)
+        if name in arguments and _PLAIN.issuperset(kinds) and not isinstance(arguments[name], kinds):
+            allowed = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise DocumentError(f"trainer.{name}: {arguments[name]!r} is not allowed; allowed: {allowed}")
 
 
 def _strategy(job: RankTraining) -> Strategy:

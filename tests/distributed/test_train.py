@@ -208,6 +208,8 @@ def test_wrong_settings_give_one_line_before_anything_starts(
         ({"model": {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}}, DocumentError,
          r"^model\._target_: 'torch\.nn\.Linear' is Linear, no LightningModule"),
         ({"trainer": {"accelerator": "cpu", "max_epoch": 1}}, DocumentError, "^trainer: .*max_epoch"),
+        ({"trainer": {"accelerator": "cpu", "max_epochs": "x"}}, DocumentError,
+         r"^trainer\.max_epochs: 'x' is not allowed; allowed: int or null"),
         ({"sync": {"plan": "ps", "semantics": "exact", "arguments": {"bucket": 3}}}, DocumentError,
          r"^sync\.arguments: .*bucket"),
         ({"sync": {"plan": "partial_reduce"}}, PlanError, "semantics are 'relaxed', but the strategy allows at most"),

@@ -7,7 +7,6 @@ of sizes comes first.
 from __future__ import annotations
 
 import struct
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -198,10 +197,7 @@ class RowGatherExchange(TreeSteps, RowExchange):
         arrived = (len(wire) - _HEADER.size) // self._row_bytes
         if part.count < 0:
             part.count = part.missing = count
-        # Rows are ascending, so that the last index tells whether all lie in the table. This thread only looks at that.
-        last = int.from_bytes(wire[-self._index_bytes :], sys.byteorder)
-        outside = arrived and last >= self._table
-        if outside or count != part.count or arrived > part.missing:
+        if count != part.count or arrived > part.missing:
             raise ExchangeError(f"rank {peer} sent rows that fit no part of this table")
         part.pieces[piece] = wire
         part.missing -= arrived
@@ -243,5 +239,7 @@ class RowGatherExchange(TreeSteps, RowExchange):
                 values.append(numpy.frombuffer(wire[_HEADER.size : start], numpy.uint8))
                 indices.append(numpy.frombuffer(wire[start:], f"u{self._index_bytes}"))
         elements = torch.from_numpy(values[0] if len(values) == 1 else numpy.concatenate(values)).view(self._dtype)
-        found = torch.from_numpy(numpy.concatenate(indices).astype(numpy.int64))
-        return Rows(found, elements.view(len(found), self._width), gradients)
+        found = numpy.concatenate(indices).astype(numpy.int64)
+        if len(found) and (found[0] < 0 or found[-1] >= self._table or (found[1:] <= found[:-1]).any()):
+            raise ExchangeError(f"rank {rank} sent rows that fit no part of this table")
+        return Rows(torch.from_numpy(found), elements.view(len(found), self._width), gradients)

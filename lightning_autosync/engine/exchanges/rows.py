@@ -74,7 +74,8 @@ def add_rows(parts: list[Rows]) -> Rows:
     sums = parts[0].values.new_zeros(indices.numel(), parts[0].values.shape[1])
     for part, rows in zip(parts, places.split([part.indices.numel() for part in parts]), strict=True):
         # Indices within a part are unique, so no two additions hit the same row, on any device.
-        sums.index_add_(0, rows, part.values)
+        # A parameter that has just changed its dtype has rows of another one.
+        sums.index_add_(0, rows, part.values.to(sums.dtype))
     return Rows(indices, sums, sum(part.gradients for part in parts))
 
 

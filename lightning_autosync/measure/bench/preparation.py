@@ -178,7 +178,7 @@ def _plan(
             raise DocumentError(
                 f"builder '{contender.builder}' has no argument '{argument}'; it takes {', '.join(allowed)}"
             )
-    told = {name: value for name, value in known.items() if name in (allowed or ())}
+    told = {name: value for name, value in known.items() if name in (allowed or ()) and value is not None}
     try:
         made = build(workload, cluster, **told | contender.arguments)
     except (TypeError, ValueError) as error:

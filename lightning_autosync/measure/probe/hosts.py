@@ -105,7 +105,7 @@ def _scaled(factor: float, copy: float, add: float, cores: float | None) -> Cons
 
 
 def _shared(found: Sequence[tuple[str, Sequence[int]]]) -> int | None:
-    """The same, from the machine and the cores of each rank."""
+    """Number of cores that all ranks share, from the machine and the cores of each rank; None if they share none."""
     if len(found) == 1 or len({place for place, _ in found}) > 1:
         return None
     return len({core for _, cores in found for core in cores})

@@ -30,13 +30,13 @@ as long)."""
 
 SHARED_CORES_BUCKET = 100 * MIB
 """Bytes of a message where the cores that all ranks share, and not the links, limit how fast gradients travel. There is
-no idle link to overlap with, and each message takes time from computation (measured on two cores: DDP's buckets cost up
+no idle link to overlap with, and each message takes time from computation (measured on two cores: DDP's buckets cost 0%
 to 8% of a step)."""
 
 BUSY_CORES = 0.45
-"""Core time of an all-reduce, relative to its time on the links, from which the cores count as the limit (measured with
-computation on all of two cores: one message is 3% to 8% faster than DDP's buckets at ratios of 0.56 and more, and 2% to
-5% slower at 0.28)."""
+"""Core time of an all-reduce, relative to its time on the links, from which the cores count as the limit. Measured with
+computation on all of two cores: at ratios of 0.56 and more, one message was 3% to 8% faster than DDP's buckets in most
+runs (with four ranks at 0.56 about as fast), and 2% to 5% slower at 0.28."""
 
 
 class LinkMethod(NamedTuple):

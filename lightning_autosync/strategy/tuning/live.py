@@ -164,22 +164,28 @@ class LiveTuner:
 
     @property
     def evidence(self) -> tuple[StepTime, list[StepTime]]:
-        """Step times of the present plan, and of the others that were measured, with that of the beginning first."""
-        found = {0: (self._tuner.usual_seconds, 1)} if not self._tuner.trials else {}
+        """Step times of the present plan, and of the others that were measured, with that of the beginning first.
+
+        The machine's speed changes between trials. So the times of other plans are the present one's last time, divided
+        by its speedups over them in trials.
+        """
+        last, relative, passes = {0: self._tuner.usual_seconds}, {0: 1.0}, {0: 1}
         for trial in self._tuner.trials:
-            found.setdefault(trial.against, (trial.seconds[0], trial.passes[0]))
-            found[trial.candidate] = (trial.seconds[1], trial.passes[1])
+            plans, other = (trial.against, trial.candidate), trial.candidate
+            relative[other] = relative[trial.against] * trial.seconds[1] / trial.seconds[0]
+            for index, seconds, count in zip(plans, trial.seconds, trial.passes, strict=True):
+                last[index], passes[index] = seconds, count
+        present = self._tuner.present
         times = {
             index: StepTime(
                 name=self._alternatives[index].name,
                 plan=self._alternatives[index].plan.fingerprint,
-                seconds=seconds,
-                steps=passes,
+                seconds=last[present] * relative[index] / relative[present],
+                steps=passes[index],
             )
-            for index, (seconds, passes) in sorted(found.items())
+            for index in sorted(relative)
         }
-        present = times.pop(self._tuner.present)
-        return present, list(times.values())
+        return times.pop(present), list(times.values())
 
     def _report_of(self, trial: Trial) -> TrialReport:
         tried, other = self._alternatives[trial.candidate], self._alternatives[trial.against]
@@ -355,10 +361,10 @@ class LiveTuner:
         accepted = [trial.speedup for trial in trials if trial.accepted]
         if not accepted:
             return f"{tried}, and kept {self._alternatives[0].name}; the fastest other was {_best(trials)}"
-        plan = self._alternatives[self._tuner.present]
+        plan, first = self._alternatives[self._tuner.present], self._alternatives[0]
         return (
             f"{tried}; {plan.name} (plan {plan.plan.fingerprint}) makes steps {math.prod(accepted):.2f}x as fast as "
-            f"{self._alternatives[0].name}"
+            f"{first.name} (plan {first.plan.fingerprint})"
         )
 
 

@@ -218,7 +218,9 @@ def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tun
         waiting = search(workload, False) if overlaps else []
         return {"plans": plans, "waiting": waiting, "remark": "", "overlaps": overlaps}
     except MissingPackageError as error:
-        found = sorted(plans_by_formula(workload, links.cluster, settings.bucket_bytes), key=lambda each: each.seconds)
+        cost = links.constants.shared_host_cost(links.cluster.world_size)
+        formulas = plans_by_formula(workload, links.cluster, settings.bucket_bytes, cost)
+        found = sorted(formulas, key=lambda each: each.seconds)
         plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.builder} for each in found]
         remark = f". These times are from formulas. {error}"
         return {"plans": plans, "waiting": plans if overlaps else [], "remark": remark, "overlaps": False}
@@ -259,6 +261,11 @@ DDP = f"{NATIVE} ({DDP_BUCKETS})"
 """Name of DDP's plan, if `NATIVE` has other messages than DDP."""
 
 
+_GAIN_ON_SHARED_CORES = 1.25
+"""Predicted speedup over a native all-reduce that a first plan needs where shared cores limit it. Predictions leave out
+the computation, which takes the cores from messages: plans that were predicted to be 9% faster were not."""
+
+
 def _alternative(found: dict[str, Any]) -> Alternative:
     return Alternative(SyncPlan.from_dict(found["plan"], source="rank 0's search"), found["origin"], found["seconds"])
 
@@ -288,7 +295,8 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     cost = links.constants.shared_host_cost(links.cluster.world_size)
     sized = links.cluster.measured and ddp.name == DDP  # the user left the sizes of messages to the search
     large = sized and not overlaps and cores_limit(links.cluster, cost)
-    if large:  # these times leave out the computation, which takes the cores from messages
+    large = large and native.predicted < _GAIN_ON_SHARED_CORES * best.predicted
+    if large:
         first = next(each for each in ranked if each.name == NATIVE)
     times = (
         f"with overlap and a computation as long as the links need, a step takes {seconds_text(best.predicted)}, and "

@@ -44,6 +44,29 @@ def test_a_gradient_is_packed_when_it_arrives_and_its_memory_is_free_then(as_vie
     assert (parameter.grad.data_ptr() == buffer.data_ptr()) == as_views
 
 
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("kind", ["differentiable", "expanded", "scalar", "view", "none"])
+def test_gradients_of_all_forms_are_packed(kind: str, as_views: bool) -> None:
+    parameter = nn.Parameter(torch.tensor(1.0) if kind == "scalar" else torch.ones(3))
+    message: Any = SimpleNamespace(
+        name="all", numel=parameter.numel(), axis=0, compressor=Compressor(), variables=("weight",)
+    )
+    buffer, exchange = torch.zeros(parameter.numel() + 1), SimpleNamespace(result=None)
+    gradients = DenseGradients(message, [parameter], buffer, exchange, world_size=2, as_views=as_views)  # type: ignore[arg-type]
+    gradients.arm()
+    forms = {
+        "differentiable": lambda: torch.full((3,), 4.0, requires_grad=True) * 1.0,
+        "expanded": lambda: torch.tensor(4.0).expand(3),
+        "scalar": lambda: torch.tensor(4.0),
+        "view": lambda: buffer[:3].fill_(4.0),
+        "none": lambda: None,
+    }
+    parameter.grad = forms[kind]()
+    gradients.on_arrival(0)()
+    assert buffer[:-1].tolist() == [0.0 if kind == "none" else 2.0] * parameter.numel()
+    assert parameter.grad is None or not parameter.grad.requires_grad or not as_views
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_counts_of_unused_parameters_are_read_together(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator, each reading waits for the sums."""

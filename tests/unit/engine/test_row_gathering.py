@@ -26,6 +26,7 @@ from lightning_autosync.plan import Compressor, Message, Round, RowBroadcast, Tr
 TABLE, WIDTH, STEPS = 12, 2, 3
 TIMEOUT = 60.0
 """Seconds; on a busy machine each of a hundred frames waits for several threads in turn."""
+DTYPES = (torch.float32, torch.float64)
 DIRECT = RowBroadcast(0, TABLE * WIDTH, (Tree((-1, 0)), Tree((1, -1))), 4)
 
 
@@ -55,10 +56,9 @@ def broadcasts(draw: st.DrawFn, size: int) -> tuple[RowBroadcast, ...]:
     )
 
 
-def message_of(transfers: tuple[RowBroadcast, ...]) -> Message:
-    numel = TABLE * WIDTH
-    rounds = (Round(numel, transfers),)
-    return Message(0, "table", ("table",), numel, "float32", 0, TABLE, Compressor(), 0, rounds)
+def message_of(transfers: tuple[RowBroadcast, ...], table: int = TABLE, dtype: torch.dtype = torch.float32) -> Message:
+    numel, name = table * WIDTH, str(dtype).removeprefix("torch.")
+    return Message(0, "table", ("table",), numel, name, 0, table, Compressor(), 0, (Round(numel, transfers),))
 
 
 def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
@@ -72,17 +72,19 @@ def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
 
 
 @contextmanager
-def exchanges(transfers: tuple[RowBroadcast, ...], size: int) -> Iterator[list[RowGatherExchange]]:
+def exchanges(
+    transfers: tuple[RowBroadcast, ...], size: int, table: int = TABLE, dtype: torch.dtype = torch.float32
+) -> Iterator[list[RowGatherExchange]]:
     """The exchange of each of ``size`` ranks, connected to all others."""
     ends: list[dict[Peer, socket.socket]] = [{} for _ in range(size)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         for one, other in combinations(range(size), 2):
             ends[one][Peer(other)], ends[other][Peer(one)] = connected(server)
     transports = [Transport(sockets) for sockets in ends]
-    message = message_of(transfers)
+    message = message_of(transfers, table, dtype)
     try:
         yield [
-            RowGatherExchange(transport, 0, rank, message, WIDTH, torch.float32, TIMEOUT)
+            RowGatherExchange(transport, 0, rank, message, WIDTH, dtype, TIMEOUT)
             for rank, transport in enumerate(transports)
         ]
     finally:
@@ -134,6 +136,29 @@ def test_indices_take_as_few_bytes_as_the_table_needs(table: int, size: int, dty
     assert torch.equal(found.values, rows.values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("table", [2**16, 2**16 + 1, 2**32 + 1])
+def test_rows_of_large_tables_and_other_types_arrive(table: int, dtype: torch.dtype) -> None:
+    edge = (table - 3) * WIDTH
+    transfers = tuple(RowBroadcast(*ends, DIRECT.trees, 4) for ends in ((0, edge), (edge, table * WIDTH)))
+    steps = [
+        Rows(torch.tensor([rank, table // 2, table - 1]), torch.full((3, WIDTH), rank + 0.5), 1) for rank in (0, 1)
+    ]
+    owns = [[Rows(rows.indices, rows.values.to(dtype), 1)] for rows in steps]
+    few = mock.patch.object(schedule, "LEAST_BROADCAST", 1)
+    with few, exchanges(transfers, 2, table, dtype) as running, ThreadPoolExecutor(2) as ranks:
+        for (total,) in ranks.map(run, running, owns):
+            assert total.indices.tolist() == [0, 1, table // 2, table - 1]
+            assert total.values[:, 0].tolist() == [0.5, 1.5, 2.0, 2.0]
+            assert total.values.dtype == dtype
+
+
+def test_rows_of_a_parameter_that_changed_its_dtype_are_added() -> None:
+    parts = [Rows(torch.tensor([place]), torch.ones(1, WIDTH, dtype=dtype), 1) for place, dtype in enumerate(DTYPES)]
+    assert add_rows(parts).values.dtype == DTYPES[0]
+    assert add_rows(parts).values.tolist() == [[1.0] * WIDTH] * 2
+
+
 @given(parts=st.lists(touched(), min_size=1, max_size=5))
 def test_merged_rows_are_ascending_unique_and_exact(parts: list[Rows]) -> None:
     dense = torch.zeros(TABLE, WIDTH)
@@ -161,6 +186,8 @@ def wire(gradients: int, count: int, indices: list[int], used: int = 1) -> bytes
     ("frame", "payload", "fault"),
     [
         (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [TABLE]), "fit no part"),
+        (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 2, [5, 1]), "fit no part"),
+        (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 2, [1, 1]), "fit no part"),
         (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [1, 2]), "fit no part"),
         (Frame(0, 1, 1, 0, DOWN, 0), wire(1, 1, [1])[:-1], "fit no part"),
         (Frame(0, 1, 1, 0, DOWN, 0), bytes(3), "fit no part"),
@@ -172,6 +199,8 @@ def wire(gradients: int, count: int, indices: list[int], used: int = 1) -> bytes
     ],
     ids=[
         "index",
+        "order",
+        "a row twice",
         "more rows than announced",
         "half a row",
         "half a header",

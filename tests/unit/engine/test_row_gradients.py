@@ -70,8 +70,7 @@ def test_touched_rows_are_those_with_an_element_that_is_not_zero(
             assert touched_rows(table).tolist() == [row for row in range(rows) if any(map(bool, table[row].tolist()))]
 
 
-def test_large_tables_are_searched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The places of all words of a table at once would take as many bytes as the table."""
+def test_large_tables_are_searched_in_parts_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
     table, sizes, search = torch.ones(2**16, 64), [], module._touched_in
 
     def recorded(block: torch.Tensor) -> torch.Tensor:

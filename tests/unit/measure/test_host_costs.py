@@ -57,6 +57,21 @@ def test_a_rank_that_cannot_measure_gives_all_the_defaults(measured: list[float]
     assert found == Constants(cores=2)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "cores"),
+    [
+        ([("a", [0, 1])], None),
+        ([("a", [0, 1]), ("b", [0, 1])], None),
+        ([("a", [0, 1]), ("a", [0, 1])], 2),
+        ([("a", [0]), ("a", [1])], 2),
+        ([("a", [0, 1]), ("a", [1, 2])], 3),
+    ],
+)
+def test_ranks_of_one_machine_share_its_cores(ranks: list[tuple[str, list[int]]], cores: int | None) -> None:
+    with mock.patch.object(hosts, "gather_json", return_value=ranks):
+        assert hosts.shared_cores() == cores
+
+
 @pytest.mark.parametrize("fault", [OSError("no file"), MemoryError(), ZeroDivisionError()], ids=repr)
 def test_a_fault_is_no_measurement(fault: Exception) -> None:
     with mock.patch.object(hosts, "_small_work", side_effect=fault):

@@ -223,7 +223,7 @@ def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
 
 
 def test_a_job_begins_with_large_messages_where_shared_cores_are_the_limit() -> None:
-    """Whatever is predicted without the computation, which takes these cores from messages."""
+    """Predictions leave out the computation, which takes these cores from messages."""
     links = proposals.JobLinks(ClusterSpec.uniform(4, bandwidth="8 Gbit/s"), Constants(cores=2))
     ranked = proposals.search_plans(WORKLOAD_OF_80_MIB, links, TuningSettings(search=0.1))
     found = proposals.order_plans(ranked, links)
@@ -235,6 +235,18 @@ def test_a_job_begins_with_large_messages_where_shared_cores_are_the_limit() -> 
     assert "large messages" not in proposals.order_plans(ranked, own_cores).reason
     stated = proposals.search_plans(WORKLOAD_OF_80_MIB, links, TuningSettings(search=0.1), bucket_bytes=2**20)
     assert "large messages" not in proposals.order_plans(stated, links).reason
+
+
+@pytest.mark.parametrize(("rate", "large"), [("8 Gbit/s", True), ("1 Gbit/s", False)])
+@pytest.mark.parametrize("searched", [0.7, 0.9])
+def test_a_much_faster_plan_comes_before_large_messages(searched: float, rate: str, large: bool) -> None:
+    """How fast this host is does not move the threshold."""
+    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
+    prices = {"search": searched, proposals.NATIVE: 1.0, proposals.DDP: 1.0}
+    ranked = proposals._marked([proposals.Alternative(plan, name, seconds) for name, seconds in prices.items()])
+    links = proposals.JobLinks(ClusterSpec.uniform(4, bandwidth=rate), Constants(cores=2, host_cost=0.8e-9))
+    first = proposals.order_plans(ranked, links).plans[0].name
+    assert first == (proposals.NATIVE if large and searched > 0.8 else "search")
 
 
 def test_the_reason_says_for_which_steps_plans_were_predicted() -> None:

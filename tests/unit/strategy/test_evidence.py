@@ -1,0 +1,33 @@
+"""What a job remembers of its trials: the times of plans, compared within each trial."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_autosync.strategy.tuning.live import LiveTuner
+from lightning_autosync.strategy.tuning.tuner import Trial
+
+
+def evidence(trials: list[Trial], present: int) -> dict[str, float]:
+    plans = [SimpleNamespace(name=name, plan=SimpleNamespace(fingerprint=name)) for name in ("a", "b", "c")]
+    tuner: Any = SimpleNamespace(trials=trials, present=present, usual_seconds=0.5)
+    evidence: Any = LiveTuner.evidence
+    own, others = evidence.fget(SimpleNamespace(_tuner=tuner, _alternatives=plans))
+    return {each.name: each.seconds for each in (own, *others)}
+
+
+def test_times_are_compared_within_trials_although_the_machine_becomes_slower() -> None:
+    trials = [
+        Trial(candidate=1, against=0, accepted=True, seconds=(0.4, 0.2), passes=(8, 8)),
+        Trial(candidate=2, against=1, accepted=False, seconds=(0.6, 0.9), passes=(8, 8)),
+    ]
+    found = evidence(trials, present=1)
+    assert list(found) == ["b", "a", "c"]
+    assert found == pytest.approx({"b": 0.6, "a": 1.2, "c": 0.9})
+
+
+def test_a_job_without_trials_knows_the_time_of_its_plan() -> None:
+    assert evidence([], present=0) == {"a": 0.5}
