@@ -125,6 +125,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {"ncf": {"batch_size": 1024, "users": 80
 _OTHERS = {"batch_size": 8}
 _DRAWS = 200
 """Maximum number of draws until the cores can carry a plan."""
+_LONGEST_STEP = 1 / 8
+"""Maximum predicted time of a step, as a share of the time-out, within which several steps are measured."""
 
 
 @dataclass(frozen=True)
@@ -201,20 +203,23 @@ def _draw_carried(
     settings: ValidationSettings,
     drawn: Set[str],
 ) -> tuple[str, SyncPlan]:
-    """A plan that the cores can carry, and how it was drawn. If a builder's plans do not fit, other builders are tried.
+    """A plan that can be measured, and how it was drawn. If a builder's plans do not fit, other builders are tried.
 
-    Plans in ``drawn`` are skipped, since their measurement would count twice.
+    Plans are skipped that the cores cannot carry, whose steps would take too long, and that are in ``drawn``, since
+    their measurement would count twice.
     """
     for _ in range(_DRAWS):
         plan = _draw_plan(random, kind, workload, cluster)
         if plan.fingerprint not in drawn:
-            busy = replay.predict(compile_plan(plan, workload, cluster), detail="fluid").cores
-            if busy is None or busy <= settings.most_cores:
+            predicted = replay.predict(compile_plan(plan, workload, cluster), detail="fluid")
+            carried = predicted.cores is None or predicted.cores <= settings.most_cores
+            if carried and predicted.step_time <= _LONGEST_STEP * settings.timeout:
                 return kind, plan
         kind = random.choice(BUILDERS) if kind in BUILDERS else kind
     raise DocumentError(
-        f"most_cores: none of {_DRAWS} drawn plans of '{workload.name}' on '{cluster.name}' is new and within "
-        f"{settings.most_cores:g}; give a larger most_cores, workloads with a longer `bound`, or fewer cases"
+        f"most_cores: none of {_DRAWS} drawn plans of '{workload.name}' on '{cluster.name}' is new, within "
+        f"{settings.most_cores:g} and short enough for a timeout of {settings.timeout:g} s; give a larger most_cores, "
+        "workloads with a longer `bound`, a longer timeout, or fewer cases"
     )
 
 

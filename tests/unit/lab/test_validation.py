@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from locks import held_elsewhere
 
-from lightning_autosync.cli.validate import order_lines
+from lightning_autosync.cli.validate import order_lines, price
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.validation.accuracy import Priced, ReplayAccuracy, by
 from lightning_autosync.lab.validation.cases import Case, draw_cases
 from lightning_autosync.lab.validation.measuring import load_measurements, measure_cases
 from lightning_autosync.lab.validation.settings import ValidationSettings
+from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.workload import Variable, Workload
 
@@ -41,6 +42,16 @@ def test_a_seed_draws_the_same_exact_plans_that_compile() -> None:
 def test_no_plan_is_drawn_twice() -> None:
     cases = draw_cases(SMALL.model_copy(update={"cases": 60, "families": ("vgg16",)}))
     assert len({case.key for case in cases}) == len(cases) == 60
+
+
+def test_plans_whose_steps_would_take_too_long_are_drawn_again() -> None:
+    usual = draw_cases(SMALL)
+    longest = max(price(usual, lambda _: emulated_hosts()).values())
+    hurried = SMALL.model_copy(update={"timeout": 8 * 0.9 * longest})
+    short = draw_cases(hurried)
+    assert len(short) == len(usual)
+    assert {case.key for case in short} != {case.key for case in usual}
+    assert max(price(short, lambda _: emulated_hosts()).values()) < 0.95 * longest
 
 
 def test_another_seed_draws_others() -> None:
