@@ -224,9 +224,12 @@ def _trainer(job: RankTraining, times: StepTimes) -> L.Trainer:
 
 
 def _check_types(arguments: dict[str, Any]) -> None:
-    """Refuse arguments of the Trainer of other types than numbers, words or None, if it takes only these.
+    """Refuse values of a wrong type for arguments of the Trainer that take numbers, strings or None only.
 
-    The Trainer does not look, and fails in the midst of training.
+    The Trainer does not check them, and would fail later with a traceback.
+
+    Raises:
+        DocumentError: a value has a wrong type.
     """
     for name, hint in get_type_hints(L.Trainer.__init__).items():
         kinds = get_args(hint) or (hint,)
