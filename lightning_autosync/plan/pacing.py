@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from lightning_autosync.cluster import PAYLOAD_SHARE, LinkGraph
 from lightning_autosync.plan.schedule import Round, RowBroadcast, Schedule, TreeTransfer
@@ -24,40 +25,58 @@ Arc = tuple[int, int, int]
 """Sender, receiver, and the interface over which they are connected."""
 
 
-def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int, interface: int = 0) -> dict[int, float]:
-    """Limits on the payload bytes/s that ``rank`` sends over an interface, by peer; others have no limit.
+class Shares(NamedTuple):
+    """What a connection needs of the links of its route.
+
+    Attributes:
+        needed: payload bytes/s that it needs at most while the others send, too.
+        pace: limit on its payload bytes/s; None for no limit.
+    """
+
+    needed: float
+    pace: float | None
+
+
+def sending_shares(schedule: Schedule, topology: LinkGraph, rank: int, interface: int = 0) -> dict[int, Shares]:
+    """What each connection over which ``rank`` sends on an interface needs, by peer.
 
     Some messages travel at the same time, others one after another. If a message sends y bytes over a link, x of them
     on this connection, the connection needs x/y of the link while this message travels alone. While several messages
     share the link, it needs at most the largest of their shares. So no mix of messages needs more than the least,
-    over the links of the route, of the largest share times the link's rate. `pipeline_stretches` corrects this rate.
+    over the links of the route, of the largest share times the link's rate. `pipeline_stretches` corrects this rate
+    for the pace.
 
-    A connection has no limit if it may need its whole route, if it needs less than `LEAST_PART` of it, or if it stays
-    inside a node, where no link is shared. A row-wise message may need the whole route, because its size is unknown.
+    A connection has no pace if it may need its whole route, if it needs less than `LEAST_PART` of it, or if it stays
+    inside a node, where no link is shared. A row-wise message may need the whole route, because its size is unknown; it
+    is taken to need as much as a dense one.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
     shares: dict[tuple[int, int], float] = defaultdict(float)  # by peer and channel
+    with_rows: set[int] = set()
     for message in schedule.messages:
         for round in message.rounds:
             arcs = _arc_elements(round)
             loads = _channel_elements(arcs, topology)
             for (source, target, own), elements in arcs.items():
                 if source == rank and own == interface and elements:
+                    if message.rows:
+                        with_rows.add(target)
                     for channel in topology.route(source, target, interface):
-                        share = 1.0 if message.rows else elements / loads[channel]
-                        shares[target, channel] = max(shares[target, channel], share)
+                        shares[target, channel] = max(shares[target, channel], elements / loads[channel])
     needed: dict[int, float] = {}
     for (peer, channel), share in shares.items():
         needed[peer] = min(needed.get(peer, math.inf), share * float(topology.capacities[channel]))
     stretches, nodes = pipeline_stretches(schedule, rank, interface), topology.spec.rank_nodes
-    paces = {}
+    found = {}
     for peer, rate in needed.items():
         route, pace = topology.bandwidth(rank, peer, interface), HEADROOM * stretches.get(peer, 1.0) * rate
-        if nodes[peer] != nodes[rank] and LEAST_PART * route <= rate and pace < route:
-            paces[peer] = PAYLOAD_SHARE * pace  # link rates include headers, pacing counts payload only
-    return paces
+        shared = nodes[peer] != nodes[rank] and peer not in with_rows
+        paced = shared and LEAST_PART * route <= rate and pace < route
+        # Link rates include headers, pacing counts payload only.
+        found[peer] = Shares(PAYLOAD_SHARE * rate, PAYLOAD_SHARE * pace if paced else None)
+    return found
 
 
 def pipeline_stretches(schedule: Schedule, rank: int, interface: int = 0) -> dict[int, float]:

@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 from clusters import shared_nodes, uneven_cluster
 
-from lightning_autosync.cluster import ClusterSpec, LinkGraph
+from lightning_autosync.cluster import ClusterSpec, LinkGraph, resolve_cluster
 from lightning_autosync.engine import connections, transport
 from lightning_autosync.engine.connections import limit_queue, tune_connection
 from lightning_autosync.engine.transport import Frame, Peer, Transport
@@ -30,7 +30,14 @@ from lightning_autosync.plan import (
     builders,
     compile_plan,
 )
-from lightning_autosync.plan.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates, pipeline_stretches
+from lightning_autosync.plan.pacing import (
+    HEADROOM,
+    LEAST_PART,
+    PAYLOAD_SHARE,
+    Shares,
+    pipeline_stretches,
+    sending_shares,
+)
 from lightning_autosync.workload import Variable, Workload
 
 LARGE = Workload(name="large", variables=tuple(Variable(name=f"v{index}", shape=(400_000,)) for index in range(4)))
@@ -43,10 +50,16 @@ def schedule(builder: str, cluster: ClusterSpec, workload: Workload = LARGE) -> 
     return compile_plan(plan, workload, cluster)
 
 
+def paces_of(made: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
+    """The paces of those connections that have one."""
+    shares = sending_shares(made, topology, rank)
+    return {peer: needs.pace for peer, needs in shares.items() if needs.pace is not None}
+
+
 def on_the_wire(made: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
     """What the bytes alone ask for: without headroom and the time to fill a pipeline, framing included."""
     stretches = pipeline_stretches(made, rank)
-    rates = pacing_rates(made, topology, rank)
+    rates = paces_of(made, topology, rank)
     return {peer: rate / PAYLOAD_SHARE / HEADROOM / stretches[peer] for peer, rate in rates.items()}
 
 
@@ -82,7 +95,7 @@ def test_connections_fill_the_fullest_channel_and_no_other_overflows(builder: st
 
 def test_a_connection_that_needs_all_of_its_route_has_no_limit() -> None:
     cluster = uneven_cluster(4)  # one star around the fat node is the best packing
-    assert pacing_rates(schedule("packed_trees", cluster), LinkGraph(cluster), 2) == {}
+    assert paces_of(schedule("packed_trees", cluster), LinkGraph(cluster), 2) == {}
 
 
 def test_a_connection_that_one_of_several_messages_needs_alone_has_no_limit() -> None:
@@ -97,7 +110,7 @@ def test_a_connection_that_one_of_several_messages_needs_alone_has_no_limit() ->
         cluster,
     )
     for rank in range(4):
-        assert pacing_rates(made, LinkGraph(cluster), rank) == {}
+        assert paces_of(made, LinkGraph(cluster), rank) == {}
     # A server hears all others at once and sends to each a third of its link; a leaf has its own to itself.
     alone = Schedule(4, made.messages[:1])
     server = made.messages[0].rounds[0].transfers[0].root
@@ -144,7 +157,7 @@ def beside_a_star(few: int, segment: int) -> Schedule:
 
 def test_paces_are_what_bytes_ask_for_and_pipelines_need() -> None:
     topology = LinkGraph(ClusterSpec.star(bandwidths=[1e7] * 4))
-    paces = pacing_rates(beside_a_star(few=90, segment=45), topology, 2)
+    paces = paces_of(beside_a_star(few=90, segment=45), topology, 2)
     # Rank 0 hears the first part from all others, and rank 1 their second part and the first one's sum.
     unit = PAYLOAD_SHARE * HEADROOM * 1e7
     assert paces == {
@@ -155,19 +168,26 @@ def test_paces_are_what_bytes_ask_for_and_pipelines_need() -> None:
 
 def test_a_connection_of_few_bytes_has_no_limit_however_few_its_pieces() -> None:
     topology = LinkGraph(ClusterSpec.star(bandwidths=[1e7] * 4))
-    assert pacing_rates(beside_a_star(few=15, segment=15), topology, 2).keys() == {0}
+    assert paces_of(beside_a_star(few=15, segment=15), topology, 2).keys() == {0}
 
 
 def test_rows_keep_their_route() -> None:
     cluster = uneven_cluster(8)
     table = Workload(name="table", variables=(Variable(name="t", shape=(4000, 16), kind="row_sparse", rows=10),))
-    assert pacing_rates(schedule("packed_trees", cluster, table), LinkGraph(cluster), 3) == {}
+    made = schedule("packed_trees", cluster, table)
+    assert paces_of(made, LinkGraph(cluster), 3) == {}
+    # They keep no more in flight than a dense message.
+    dense = Workload(name="dense", variables=(Variable(name="t", shape=(4000, 16)),))
+    alike = sending_shares(schedule("packed_trees", cluster, dense), LinkGraph(cluster), 3)
+    assert {peer: needs.needed for peer, needs in sending_shares(made, LinkGraph(cluster), 3).items()} == {
+        peer: pytest.approx(needs.needed, rel=0.05) for peer, needs in alike.items()
+    }
 
 
 def test_ranks_of_one_node_share_no_link() -> None:
     cluster = shared_nodes(6)
     for rank in range(6):
-        peers = pacing_rates(schedule("byteps", cluster), LinkGraph(cluster), rank).keys()
+        peers = paces_of(schedule("byteps", cluster), LinkGraph(cluster), rank).keys()
         assert peers == set(range(6)) - {rank, rank ^ 1}
 
 
@@ -178,7 +198,7 @@ def test_unknown_rates_give_no_pace() -> None:
     )
     made = schedule("byteps", known)
     with pytest.raises(ClusterError, match="measure them with"):
-        pacing_rates(made, LinkGraph(cluster), 0)
+        paces_of(made, LinkGraph(cluster), 0)
 
 
 @pytest.mark.parametrize(("pace", "size", "least", "most"), [(1e3, 4096, 0.0, 2.0), (2e6, 3_000_000, 0.8, 9.0)])
@@ -189,7 +209,7 @@ def test_the_kernel_holds_large_messages_back_and_lets_small_ones_pass(
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
     with one, other:
-        tune_connection(one, None, pace=pace)
+        tune_connection(one, None, Shares(pace, pace))
         other.settimeout(10)
         payload = memoryview(bytes(size))
         start = time.monotonic()
@@ -219,27 +239,44 @@ class BusyConnection:
 def test_a_queue_holds_what_an_empty_link_carries() -> None:
     connection = BusyConnection()
     limit_queue(cast(socket.socket, connection), (1e8, 1e8))
-    assert connection.options == {socket.SO_SNDBUF: 204_000}  # two round trips and 2 ms
+    assert connection.options == {socket.SO_SNDBUF: 202_000}  # a round trip and 2 ms
 
 
-@pytest.mark.parametrize(("pace", "bytes_held"), [(2.5e7, 51_000), (3e8, 204_000), (1e6, 32 * 1024)])
-def test_a_paced_connection_queues_what_it_sends_in_that_time(pace: float, bytes_held: int) -> None:
+@pytest.mark.parametrize(
+    ("needed", "bytes_held"), [(2.5e7, 50_500), (3e8, 202_000), (5e6, 32 * 1024), (1e6, 20_000), (1e5, 8 * 1024)]
+)
+def test_a_connection_that_needs_a_part_of_its_route_queues_its_part(needed: float, bytes_held: int) -> None:
     connection = BusyConnection()
-    limit_queue(cast(socket.socket, connection), (1e8, 1e8), pace)
+    limit_queue(cast(socket.socket, connection), (1e8, 1e8), Shares(needed, None))
     assert connection.options == {socket.SO_SNDBUF: bytes_held}
 
 
-def test_a_transport_limits_queues_by_its_paces(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited: list[float | None] = []
+def test_many_connections_over_a_slow_link_fit_into_its_queue() -> None:
+    """Racks whose uplinks carry 100 ms of data in their queues, as the emulated ones."""
+    cluster = resolve_cluster("two_racks_8to1")
+    topology = LinkGraph(cluster)
+    held = 0
+    for rank in range(4):
+        for peer, needs in sending_shares(schedule("byteps", cluster), topology, rank).items():
+            connection = BusyConnection()
+            rates = topology.bandwidth(rank, peer), topology.bandwidth(peer, rank)
+            limit_queue(cast(socket.socket, connection), rates, needs)
+            held += connection.options[socket.SO_SNDBUF] if peer >= 4 else 0
+    assert held < 0.05 * topology.bandwidth(0, 4)
+
+
+def test_a_transport_limits_queues_by_its_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited: list[Shares | None] = []
     for module in (connections, transport):
-        monkeypatch.setattr(module, "limit_queue", lambda _, __, pace: limited.append(pace))
+        monkeypatch.setattr(module, "limit_queue", lambda _, __, shares: limited.append(shares))
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
     peer = Peer(1)
-    made = Transport({peer: one}, {peer: (1e8, 1e8)}, {peer: 2.5e7})
+    needs = Shares(2.5e7, None)
+    made = Transport({peer: one}, {peer: (1e8, 1e8)}, {peer: needs})
     with other:
         for step in (1, 2):
             made.submit(partial(made.send, peer, Frame(0, step, 0, 0, 0, 0), memoryview(b""), (0.0,)))
         made.close()
-    assert limited == [2.5e7, 2.5e7]  # when it was opened, and before the second step
+    assert limited == [needs, needs]  # when it was opened, and before the second step

@@ -10,7 +10,7 @@ from clusters import two_interfaces
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.plan import Compressor, Schedule, SyncPlan, builders, compile_plan
-from lightning_autosync.plan.pacing import PAYLOAD_SHARE, pacing_rates
+from lightning_autosync.plan.pacing import PAYLOAD_SHARE, sending_shares
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.replay.paces import Paces
 from lightning_autosync.workload import Variable, Workload
@@ -71,13 +71,15 @@ def check_paces(made: Schedule, work: Workload, spec: ClusterSpec) -> None:
     """The replay and the engine pace the same connections alike."""
     pricing = Replay(work, spec, Constants())
     step = pricing._prepare(made)
-    paces = Paces.of(step.stages, step.loads, pricing._forest.trees, pricing._network)
+    replayed = Paces.of(step.stages, step.loads, pricing._forest.trees, pricing._network)
     found: dict[int, dict[int, float]] = {row: {} for row in range(spec.interface_count * spec.world_size)}
-    for pair, rate in zip(paces.pairs.tolist(), paces.rates.tolist(), strict=True):
+    for pair, rate in zip(replayed.pairs.tolist(), replayed.rates.tolist(), strict=True):
         found[pair // spec.world_size][pair % spec.world_size] = PAYLOAD_SHARE * rate
     for row, rates in found.items():
         interface, rank = divmod(row, spec.world_size)
-        assert rates == pytest.approx(pacing_rates(made, LinkGraph(spec), rank, interface), rel=1e-2)
+        shares = sending_shares(made, LinkGraph(spec), rank, interface)
+        paces = {peer: needs.pace for peer, needs in shares.items() if needs.pace is not None}
+        assert rates == pytest.approx(paces, rel=1e-2)
 
 
 def times(work: Workload, builder: str, cluster: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
