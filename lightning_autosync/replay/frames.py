@@ -15,7 +15,7 @@ from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
 from lightning_autosync.replay.notices import NoticeQueue, notice_queues
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
-from lightning_autosync.replay.paces import Paces
+from lightning_autosync.replay.paces import Paces, bursts_of
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
 
 _NOTICE = 128.0
@@ -346,13 +346,15 @@ class _FrameGraph:
         routes = known.between.reshape(-1)[ways].astype(numpy.int64)
         routes[pairs >= network.pairs + network.ranks**2] = len(known.latencies)
         # The backend's connections have larger numbers, and no pace.
-        limits = numpy.full(len(pairs), numpy.inf)
-        limits[numpy.searchsorted(pairs, paces.pairs)] = paces.rates
+        limits, bursts = numpy.full(len(pairs), numpy.inf), numpy.full(len(pairs), numpy.inf)
+        paced = numpy.searchsorted(pairs, paces.pairs)
+        limits[paced], bursts[paced] = paces.rates, bursts_of(paces.rates, known.latencies[routes[paced]])
         return FrameConnections(
             ways // network.ranks % network.ranks,
             ways % network.ranks,
             routes,
             limits,
+            bursts,
             known._replace(
                 starts=numpy.append(known.starts, known.starts[-1]), latencies=numpy.append(known.latencies, 0.0)
             ),
