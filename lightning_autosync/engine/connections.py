@@ -25,7 +25,7 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.engine.waiting import watched_wait
 from lightning_autosync.errors import ExchangeError, OpeningError
-from lightning_autosync.plan.pacing import Shares
+from lightning_autosync.plan.pacing import UNSENT_LIMIT, Shares
 from lightning_autosync.ports import with_free_port
 
 CONNECT_TIMEOUT = 120.0
@@ -34,8 +34,6 @@ _HANDSHAKE_TIMEOUT = 10.0
 """Seconds that one caller may take to identify itself; handshakes run concurrently."""
 _POLL_INTERVAL = 0.1
 """Seconds between checks of this rank's own calls."""
-_UNSENT_LIMIT = 64 * 1024
-"""Bytes that the kernel may hold unsent. The limit keeps urgent frames from queueing behind megabytes."""
 _SLACK = 2e-3
 """Seconds of data in flight beyond the round trip, because a busy host acknowledges late."""
 _SMALLEST_WINDOW = 64 * 1024
@@ -303,7 +301,7 @@ def tune_connection(connection: socket.socket, rates: tuple[float, float] | None
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_LIMIT)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_LIMIT)
     limit_queue(connection, rates, shares)
     if shares is not None and shares.pace is not None and sys.platform == "linux":
         connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", round(shares.pace)))

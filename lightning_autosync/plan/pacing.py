@@ -20,6 +20,8 @@ HEADROOM = 1.01
 link crowd out the large one: a fat node and seven leaves reached 90% of their bound with 1.10, and 96% with 1.01."""
 LEAST_PART = 0.02
 """Share of a route's rate below which a connection is not paced: it crowds out no other, and sends mostly headers."""
+UNSENT_LIMIT = 64 * 1024
+"""Bytes that the kernel may hold unsent. The limit keeps urgent frames from queueing behind megabytes."""
 
 Arc = tuple[int, int, int]
 """Sender, receiver, and the interface over which they are connected."""

@@ -1,6 +1,7 @@
 """Event simulation of frames on connections.
 
-A connection sends one frame at a time. Connections share channels max-min fairly, within their paces.
+A connection sends one frame at a time. Connections share channels max-min fairly. A connection with a pace sends in
+bursts, as Linux does: a burst leaves as fast as the channels allow, and the next one waits until the pace allows it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from lightning_autosync.plan.pacing import UNSENT_LIMIT
 from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.network import Floats, Indices, Routes
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
 
 _ROUNDING = 1e-12
 """Share of a channel that always counts as free, so that rounding never stops a connection."""
+_MOST_BURSTS = 16
+"""Most bursts of one frame; large frames leave in larger bursts, which keeps the simulation fast."""
 # Times are sums of many steps, so simultaneous events differ by rounding.
 _EPSILON = 1e-12
 """Seconds within which two events count as simultaneous."""
@@ -28,7 +32,8 @@ class Nodes(NamedTuple):
     Attributes:
         connection: connection that carries the frame; -1 for a point in time.
         size: bytes of the frame.
-        key: urgency on the connection: lowest first, then first come, first served.
+        key: urgency on the connection: lowest first, then first come, first served. The kernel sends what it has
+            taken over in the order in which it did so.
         cost: core-seconds at each end.
         after: seconds from arrival to completion.
         release: earliest time in seconds; used for points in time only.
@@ -68,6 +73,7 @@ class FrameConnections(NamedTuple):
         source, target: [connections] ranks.
         route: [connections] index into ``routes``.
         pace: [connections] most bytes/s that the sender gives the connection; infinite without a limit.
+        burst: [connections] bytes that a connection with a pace sends at once; infinite without a pace.
         hosts: channel index of the first host.
         shared: channel index of the shared cores; -1 for none.
     """
@@ -76,6 +82,7 @@ class FrameConnections(NamedTuple):
     target: Indices
     route: Indices
     pace: Floats
+    burst: Floats
     routes: Routes
     hosts: int
     shared: int
@@ -89,10 +96,15 @@ class _State(NamedTuple):
         ready: [nodes] nodes that wait for no other, in the order in which they became ready.
         frees: [nodes] whether the end of a node frees a place in the backend.
         arrival: [nodes] position in the arrival order of queued frames.
-        following: [nodes] next frame in a connection's queue (a linked list); -1 at its end.
-        head: [connections] first frame of the queue; -1 if it is empty.
-        current: [connections] frame that is being sent; -1 for none.
-        left: [connections] bytes of that frame still to send.
+        following: [nodes] next frame in a list of frames; -1 at its end. A frame is in one of the next two lists.
+        head: [connections] first of the queued frames, which are in no order; -1 for none.
+        first, last: [connections] first and last of the frames that the kernel has taken over, in the order in which
+            they leave; ``first`` is -1 for none.
+        unsent: [connections] bytes of those frames, all of the first one included.
+        current: [connections] frame that is being sent: the first one, or -1 for none.
+        left: [connections] bytes of the burst that is being sent.
+        rest: [connections] bytes of the first frame after that burst.
+        free: [connections] time from which the pace allows another burst.
         rate: [connections] bytes/s.
         weight: [connections, 2] first 1 while the connection sends, else 0; then core-seconds per byte at each end.
         counts: [3] counters, indexed by the constants below.
@@ -104,8 +116,13 @@ class _State(NamedTuple):
     arrival: Indices
     following: Indices
     head: Indices
+    first: Indices
+    last: Indices
+    unsent: Floats
     current: Indices
     left: Floats
+    rest: Floats
+    free: Floats
     rate: Floats
     weight: Floats
     counts: Indices
@@ -145,7 +162,7 @@ def simulate(
     now = 0.0
     while True:
         _finish_due(nodes, graph, state, events, done, now)
-        changed = _start_frames(nodes, state, begun, now)
+        changed = _start_bursts(nodes, connections, state, begun, now)
         if shaped:
             current = open_capacities(capacities, tokens)
             changed = changed or not numpy.array_equal(current, effective)
@@ -156,6 +173,8 @@ def simulate(
         for number in range(len(connections.route)):
             if state.current[number] >= 0:
                 step = min(step, state.left[number] / state.rate[number])
+            elif state.first[number] >= 0:
+                step = min(step, state.free[number] - now)
         if step == numpy.inf:
             return begun, sent, done
         if shaped:
@@ -169,7 +188,12 @@ def simulate(
             state.left[number] -= state.rate[number] * step
             if state.left[number] <= state.rate[number] * _EPSILON:
                 node = state.current[number]
-                state.current[number], sent[node] = -1, now
+                state.current[number] = -1
+                if state.rest[number] > 0:
+                    continue
+                sent[node] = now
+                state.first[number] = state.following[node]
+                state.unsent[number] -= nodes.size[node]
                 heapq.heappush(
                     events,
                     (now + connections.routes.latencies[connections.route[number]] + nodes.after[node], node),
@@ -190,6 +214,11 @@ def _begin(graph: Dependencies, count: int, connections: int) -> _State:
         numpy.full(count, -1, dtype=numpy.int64),
         numpy.full(connections, -1, dtype=numpy.int64),
         numpy.full(connections, -1, dtype=numpy.int64),
+        numpy.full(connections, -1, dtype=numpy.int64),
+        numpy.zeros(connections),
+        numpy.full(connections, -1, dtype=numpy.int64),
+        numpy.zeros(connections),
+        numpy.zeros(connections),
         numpy.zeros(connections),
         numpy.zeros(connections),
         numpy.zeros((connections, 2)),
@@ -245,18 +274,37 @@ def _finish_due(
 
 
 @compiled
-def _start_frames(nodes: Nodes, state: _State, begun: Floats, now: float) -> bool:
-    """Give idle connections their next frames; returns whether the demands on channels have changed."""
+def _start_bursts(nodes: Nodes, connections: FrameConnections, state: _State, begun: Floats, now: float) -> bool:
+    """Let idle connections send their next bursts; returns whether the demands on channels have changed."""
     changed = False
     for number in range(len(state.current)):
-        if state.current[number] < 0 and state.head[number] >= 0:
+        # The kernel takes over the most urgent frames, as long as it has room.
+        while state.head[number] >= 0 and (state.first[number] < 0 or state.unsent[number] < UNSENT_LIMIT):
             node = _next_frame(number, state.head, state.following, nodes.key, state.arrival)
-            state.current[number], state.left[number], begun[node] = node, nodes.size[node], now
+            state.following[node] = -1
+            if state.first[number] < 0:
+                state.first[number] = node
+            else:
+                state.following[state.last[number]] = node
+            state.last[number] = node
+            state.unsent[number] += nodes.size[node]
+        if state.current[number] >= 0:
+            continue
+        node = state.first[number]
+        if node >= 0 and state.free[number] <= now + _EPSILON:
+            if begun[node] == numpy.inf:
+                state.rest[number], begun[node] = nodes.size[node], now
+            burst = max(connections.burst[number], nodes.size[node] / _MOST_BURSTS)
+            state.current[number], state.left[number] = node, min(state.rest[number], burst)
+            state.rest[number] -= state.left[number]
+            gap = state.left[number] / connections.pace[number]
+            # A connection that could have sent before makes up for that time, up to half of the gap.
+            state.free[number] = now + max(gap / 2, gap - (now - state.free[number]))
             per_byte = nodes.cost[node] / nodes.size[node] if nodes.size[node] > 0 else 0.0
             # A frame like the one before it keeps the connection's rate. This saves most computations of rates.
             changed = changed or state.weight[number, 0] == 0 or state.weight[number, 1] != per_byte
             state.weight[number, 0], state.weight[number, 1] = 1.0, per_byte
-        elif state.current[number] < 0 and state.weight[number, 0] > 0:
+        elif state.weight[number, 0] > 0:
             state.weight[number, 0] = 0.0
             changed = True
     return changed
@@ -280,7 +328,7 @@ def _next_frame(number: int, head: Indices, following: Indices, key: Floats, arr
 
 @compiled
 def _set_rates(connections: FrameConnections, state: _State, capacities: Floats) -> None:
-    """Max-min fair rates by progressive filling: all grow together up to their paces, until a channel is full."""
+    """Max-min fair rates by progressive filling: all grow together until a channel is full."""
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
     growing = 0
     # While rates are computed, -1 marks connections that still grow, and -2 those that this round fixes.
@@ -296,13 +344,6 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
             room = max(residual[channel], capacities[channel] * _ROUNDING)
             if load[channel] > 1e-18 and room < least * load[channel]:
                 least = room / load[channel]
-        # If no channel is full before all have grown to `least`, the paces up to there are reached.
-        for number in range(len(state.current)):
-            if state.current[number] >= 0 and state.rate[number] == -1.0 and connections.pace[number] <= least:
-                state.rate[number] = -2.0 if connections.pace[number] < numpy.inf else -1.0
-        growing -= _fix(connections, state, numpy.inf, load, residual)
-        if growing < before:
-            continue
         for number in range(len(state.current)):
             if (
                 state.current[number] >= 0
@@ -322,12 +363,12 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
 
 @compiled
 def _fix(connections: FrameConnections, state: _State, rate: float, load: Floats, residual: Floats) -> int:
-    """Fix the rates of the connections with the mark -2 at ``rate`` or their pace; returns their number."""
+    """Fix the rates of the connections with the mark -2 at ``rate``; returns their number."""
     fixed = 0
     for number in range(len(state.current)):
         if state.current[number] >= 0 and state.rate[number] == -2.0:
             # Finite, because an infinite rate times 0 seconds is NaN.
-            state.rate[number] = min(rate, connections.pace[number], 1e30)
+            state.rate[number] = min(rate, 1e30)
             fixed += 1
             _add(connections, state, number, -1.0, load)
             _add(connections, state, number, -state.rate[number], residual)

@@ -15,7 +15,7 @@ from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
 from lightning_autosync.replay.notices import NoticeQueue, notice_queues
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
-from lightning_autosync.replay.paces import Paces
+from lightning_autosync.replay.paces import Paces, bursts_of
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
 
 _NOTICE = 128.0
@@ -205,8 +205,7 @@ class _FrameGraph:
             share = float(stage.growth[sizes[rank]]) if stage.growth is not None else 1.0
             frame = self._frame(pieces, first + rank, parents[rank], key, share, stage.gather + stage.seal)
             self._edges += [(before, frame) for before in inbound[rank]]
-            if stage.latencies == WITH_NOTICE:
-                self._edges.append((starts[parents[rank]], frame))
+            self._add_notice_before(frame, stage, rank, parents[rank], starts)
             inbound[parents[rank]].append(frame)
             added.append(frame)
         for root in (rank for rank in order if parents[rank] < 0):
@@ -231,6 +230,7 @@ class _FrameGraph:
                 continue
             frame = self._frame(pieces, first + parents[rank], rank, key, share, stage.open)
             self._edges.append((reached[parents[rank]], frame))
+            self._add_notice_before(frame, stage, parents[rank], rank, starts)
             reached[rank] = frame
             added.append(frame)
         return added
@@ -243,13 +243,22 @@ class _FrameGraph:
         size = share * pieces.wire
         pair = pieces.offset + row * self._network.ranks + target
         cost = size * self._constants.host_cost + pieces.frame_cost
-        delay = pieces.delay + self._notice(row, target, pieces.stage.latencies)
-        return self._node(pair, size, key, cost, delay + share * pieces.values * coding)
+        return self._node(pair, size, key, cost, pieces.delay + share * pieces.values * coding)
 
-    def _notice(self, row: int, target: int, latencies: int) -> float:
-        """Seconds of a hop's latencies without the last one, during which the receiver's notice travels."""
+    def _add_notice_before(self, frame: int, stage: Stage, sender: int, target: int, starts: Sequence[int]) -> None:
+        """Let a frame from ``sender`` to ``target`` wait for the target's notice, if the stage's frames need notices.
+
+        A notice has the connection of the target's own data to the sender, and waits behind such data.
+        """
+        if stage.latencies == WITH_NOTICE:
+            back = self._network.pairs + target * self._network.ranks + sender
+            notice = self._node(back, _NOTICE, 0.0, 0.0, 0.0)
+            self._edges += [(starts[target], notice), (notice, frame)]
+
+    def _latency(self, sender: int, target: int) -> float:
+        """Seconds of the route of the backend's connection from ``sender`` to ``target``."""
         routes = self._network.routes
-        return (latencies - 1) * float(routes.latencies[routes.between[row, target]])
+        return float(routes.latencies[routes.between[sender, target]])
 
     def _tree(self, tree: int) -> tuple[list[int], list[int], list[int], int]:
         """The fields of a tree in `Trees`."""
@@ -269,7 +278,7 @@ class _FrameGraph:
             frames = []
             for rank, start in enumerate(starts):
                 target, giver = (rank + stage.ring_way) % ranks, (rank - stage.ring_way) % ranks
-                after = handling + gather + self._notice(rank, target, WITH_NOTICE)
+                after = handling + gather + self._latency(rank, target)
                 own = cost - stage.frame_cost(constants) / 2 if queues[rank] and step else cost
                 pair = self._network.pairs + rank * ranks + target
                 frames.append([self._node(pair, size, 0.0, own, after) for _ in range(stage.ring_pieces)])
@@ -302,7 +311,7 @@ class _FrameGraph:
         for sender in queue:
             beyond = (sender + stage.ring_way) % ranks
             # It leaves the queue as that rank's data does, but travels elsewhere: so without the latency of that route.
-            latency = self._notice(sender, beyond, WITH_NOTICE)
+            latency = self._latency(sender, beyond)
             behind = self._node(backend + sender * ranks + beyond, _NOTICE, 0.0, 0.0, -latency)
             self._edges += [(received, behind), (behind, last)]
         return last
@@ -346,13 +355,15 @@ class _FrameGraph:
         routes = known.between.reshape(-1)[ways].astype(numpy.int64)
         routes[pairs >= network.pairs + network.ranks**2] = len(known.latencies)
         # The backend's connections have larger numbers, and no pace.
-        limits = numpy.full(len(pairs), numpy.inf)
-        limits[numpy.searchsorted(pairs, paces.pairs)] = paces.rates
+        limits, bursts = numpy.full(len(pairs), numpy.inf), numpy.full(len(pairs), numpy.inf)
+        paced = numpy.searchsorted(pairs, paces.pairs)
+        limits[paced], bursts[paced] = paces.rates, bursts_of(paces.rates, known.latencies[routes[paced]])
         return FrameConnections(
             ways // network.ranks % network.ranks,
             ways % network.ranks,
             routes,
             limits,
+            bursts,
             known._replace(
                 starts=numpy.append(known.starts, known.starts[-1]), latencies=numpy.append(known.latencies, 0.0)
             ),

@@ -19,6 +19,21 @@ _MOST = 2_000_000
 """Largest number of stages times connections; beyond it, which takes hundreds of ranks, none counts as paced."""
 
 
+_SEGMENT = 1514.0
+"""Bytes of a TCP segment on the wire."""
+_BURST = 10 * _SEGMENT
+"""Most bytes of a burst. Linux sends up to half of its window at once. It does not pace the first ten segments of a
+connection, so that the window grows to twenty, and does not grow further while the link is fast enough."""
+_LEAST_BURST = 2 * _SEGMENT
+"""Least bytes of a burst (``tcp_min_tso_segs``)."""
+_BURST_SECONDS = 2**-10
+"""Seconds of the pace in a burst."""
+_CLOSE_BURST = 64 * 1024.0
+"""Bytes of a burst to a close peer beyond those; half of them for each `_CLOSE` of the round trip."""
+_CLOSE = 512e-6
+"""Seconds (``tcp_tso_rtt_log``)."""
+
+
 class Paces(NamedTuple):
     """Connections of the transport that have a pace.
 
@@ -53,6 +68,20 @@ class Paces(NamedTuple):
         apart = nodes[pairs // network.ranks % network.ranks] != nodes[pairs % network.ranks]
         paced = apart & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
         return cls(pairs[paced], pace[paced])
+
+
+def bursts_of(rates: Floats, latencies: Floats) -> Floats:
+    """The bursts in which Linux sends on connections with paces.
+
+    Args:
+        rates: [connections] bytes/s on the wire.
+        latencies: [connections] seconds one way.
+
+    Returns:
+        [connections] bytes on the wire that leave at once.
+    """
+    halvings = numpy.floor(2 * latencies / _CLOSE)
+    return numpy.clip(_BURST_SECONDS * rates + _CLOSE_BURST * 0.5**halvings, _LEAST_BURST, _BURST)
 
 
 def _both_ways(used: NDArray[numpy.uint64], network: NetworkArrays) -> Indices:

@@ -124,6 +124,13 @@ def test_sums_of_an_all_to_all_return_after_backward(detail: str) -> None:
     assert price(one_switch(2), [owned_by([0, 1])], detail, work).step_time == pytest.approx(5.5, rel=1e-3)
 
 
+def test_a_sum_waits_until_its_receiver_has_sent_its_contributions_to_other_messages() -> None:
+    # The first sum could return after 1 s. But the notice that rank 1 is ready for it waits on the connection to rank 0
+    # behind rank 1's contribution to the second message.
+    prediction = price(one_switch(2), [owned_by([0]), owned_by([0])], "frames", workload(2))
+    assert [span.end for span in prediction.timeline.messages] == pytest.approx([3.0, 4.0], rel=1e-2)
+
+
 @pytest.mark.parametrize("detail", ["frames", "fluid"])
 def test_collectives_start_in_schedule_order(detail: str) -> None:
     work = workload(2, ready=[2.0, 1.0], backward_time=2.0)

@@ -1,0 +1,67 @@
+"""When frames leave a connection: in the bursts of its pace, and in the order in which the kernel takes them over."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+from lightning_autosync.replay.event_simulation import Dependencies, FrameConnections, Nodes, simulate
+from lightning_autosync.replay.network import Routes
+
+RATE = 10e6
+"""Bytes/s of the only link."""
+
+
+def sent(
+    sizes: list[float], releases: list[float], keys: list[float], pace: float = numpy.inf, burst: float = numpy.inf
+) -> list[float]:
+    """Seconds at which the last byte of each frame leaves the connection from rank 0 to rank 1."""
+    count = len(sizes)
+    none = numpy.zeros(count)
+    nodes = Nodes(
+        numpy.repeat([-1, 0], count),
+        numpy.array([*none, *sizes]),
+        numpy.array([*none, *keys]),
+        numpy.zeros(2 * count),
+        numpy.zeros(2 * count),
+        numpy.array([*releases, *none]),
+    )
+    empty = numpy.zeros(0, dtype=numpy.int64)
+    # Frame k waits for point k, which is reached at its release.
+    waits = numpy.repeat([0, 1], count)
+    graph = Dependencies(
+        waits, numpy.minimum(numpy.arange(2 * count + 1), count), count + numpy.arange(count), empty, empty, 2
+    )
+    routes = Routes(
+        numpy.zeros((2, 2), dtype=numpy.int32),
+        numpy.array([0, 1], dtype=numpy.int32),
+        numpy.zeros(1, dtype=numpy.int32),
+        numpy.zeros(1),
+    )
+    one = numpy.zeros(1, dtype=numpy.int64)
+    connections = FrameConnections(one, one + 1, one, numpy.array([pace]), numpy.array([burst]), routes, 1, -1)
+    capacities = numpy.array([RATE, 1.0, 1.0])
+    _, left, _ = simulate(nodes, graph, connections, capacities, numpy.zeros(3), numpy.zeros(3))
+    return list(left[count:])
+
+
+def test_a_paced_connection_sends_a_frame_at_once_and_then_waits() -> None:
+    # It was idle before, so the first wait is half as long.
+    left = sent([10e3] * 3, [0.1] * 3, [0.0] * 3, pace=1e6, burst=15e3)
+    assert left == pytest.approx([0.101, 0.106, 0.116])
+
+
+def test_a_frame_larger_than_a_burst_leaves_in_several() -> None:
+    # Bursts begin after 0, 10 and 20 ms; the last one has 5 kB, so the next frame begins 5 ms later.
+    left = sent([25e3, 10e3], [0.0, 0.0], [0.0, 0.0], pace=1e6, burst=10e3)
+    assert left == pytest.approx([0.0205, 0.026])
+
+
+def test_a_connection_without_a_pace_never_waits() -> None:
+    assert sent([10e3] * 3, [0.0] * 3, [0.0] * 3) == pytest.approx([0.001, 0.002, 0.003])
+
+
+def test_an_urgent_frame_waits_behind_what_the_kernel_has_taken_over() -> None:
+    # The kernel takes frames of 40 kB over until it has 64 KiB: the first two.
+    left = sent([40e3] * 4, [0.0, 0.0, 0.0, 1e-3], [1.0, 1.0, 1.0, 0.0])
+    assert left == pytest.approx([0.004, 0.008, 0.016, 0.012])
