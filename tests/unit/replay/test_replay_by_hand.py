@@ -263,6 +263,13 @@ def test_an_accelerator_computes_while_gradients_are_packed() -> None:
         assert [span.ready for span in spans] == pytest.approx(expected)
 
 
+def test_gradients_of_one_moment_are_packed_in_ready_order() -> None:
+    work = workload(3, ready=[1.0, 1.0, 1.0], backward_time=1.0)
+    costly = IDEAL.model_copy(update={"gradient_cost": 0.25, "accelerated": True})
+    spans = price(one_switch(2), [all_reduce()] * 3, "fluid", work, costly).timeline.messages
+    assert [span.ready for span in spans] == pytest.approx([1.75, 1.5, 1.25])  # the last layer first
+
+
 def test_a_root_encodes_a_sum_once() -> None:
     """As many bytes as any other rank encodes; it decodes the contribution, and the other rank the sum."""
     constants = IDEAL.model_copy(update={"encode": IDEAL.encode.model_copy(update={"int8": 4e6})})
