@@ -84,8 +84,8 @@ class Constants(Document):
         unpack_cost: core-seconds to copy a mean into its gradient, without the copy of its bytes [messages of 72 tiny
             gradients and of 9 that have arrived].
         host_cost: core-seconds per byte sent or received [core-seconds of large frames].
-        merge_cost: core-seconds to unpack, merge or pack one set of touched rows, even an empty one [merging two
-            small sets with empty caches].
+        merge_cost: core-seconds to unpack, merge or pack one set of touched rows, even an empty one [a few
+            merges of two small sets, beginning with empty caches].
         sharing_loss: relative slowdown of a transfer for each further full channel on its route. Connections that
             share several full channels do not keep all of them full all the time [every rank sends to every rank].
         burst: bytes that an idle link sends at once before its rate applies, as with token buckets [start of single

@@ -25,7 +25,10 @@ def test_a_search_has_touched_rows_to_find_and_a_merge_has_two_ends(monkeypatch:
     monkeypatch.setattr(costs, "touched_rows", searched)
     monkeypatch.setattr(costs, "core_seconds", seconds)
     found = costs._rows()
-    assert found == {"scan_rate": pytest.approx(4 * 2**20 / 1e-3), "merge_core": pytest.approx(0.5e-3)}
+    assert found == {
+        "scan_rate": pytest.approx(4 * 2**20 / 1e-3),
+        "merge_core": pytest.approx(1e-3 / costs._IN_A_ROW / 2),
+    }
     assert set(shares) == {1 / 8}
 
 
