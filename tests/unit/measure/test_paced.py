@@ -77,7 +77,7 @@ def test_gradients_of_one_moment_appear_in_ready_order() -> None:
     module = PacedModule(given)
     seen: list[str] = []
     for name, parameter in module.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))  # type: ignore[misc]
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
     step(module)
     assert tuple(seen) == given.ready_order == tuple(reversed(names))
 
