@@ -51,7 +51,8 @@ class ComputeClock:
     """The compute timeline of a workload.
 
     If no variable has a ready time, ready times are spread evenly over the backward pass. If only some lack one, those
-    count as ready at the end of the backward pass, when the engine sends whatever is missing.
+    count as ready at the end of the backward pass, when the engine sends whatever is missing. Gradients that are ready
+    at the same time are packed in `Workload.ready_order`.
     """
 
     def __init__(self, workload: Workload, constants: Constants, ranks: int) -> None:
@@ -60,7 +61,8 @@ class ComputeClock:
         self._cores = constants.computing_cores(ranks)
         ready = ready_times(workload)
         self._costs: list[tuple[str, float, float]] = []
-        for variable in sorted(workload.variables, key=lambda variable: ready[variable.name]):
+        in_order = [workload.variable(name) for name in workload.ready_order]
+        for variable in sorted(in_order, key=lambda variable: ready[variable.name]):
             seconds = constants.gradient_cost + _packing(variable, constants)
             self._costs.append((variable.name, ready[variable.name], seconds))
         self._packed: dict[float, tuple[dict[str, float], float]] = {}

@@ -21,7 +21,7 @@ _Cost = Annotated[float, Field(ge=0, le=1e3)]
 class CodecRates(Record):
     """Bytes/s of uncompressed values that one core encodes, by kind of codec; see `DecodeRates` for decoding.
 
-    ``rows`` is the rate of merging touched rows. For ``powersgd`` the bytes are those of the matrices.
+    ``rows`` is the rate of merging touched rows, with empty caches. For ``powersgd`` the bytes are those of matrices.
     """
 
     fp16: _Rate = 2.9e9
@@ -84,14 +84,15 @@ class Constants(Document):
         unpack_cost: core-seconds to copy a mean into its gradient, without the copy of its bytes [messages of 72 tiny
             gradients and of 9 that have arrived].
         host_cost: core-seconds per byte sent or received [core-seconds of large frames].
-        merge_cost: core-seconds to unpack, merge or pack one set of touched rows, even an empty one [merging small
-            sets].
+        merge_cost: core-seconds to unpack, merge or pack one set of touched rows, even an empty one [a few
+            merges of two small sets, beginning with empty caches].
         sharing_loss: relative slowdown of a transfer for each further full channel on its route. Connections that
             share several full channels do not keep all of them full all the time [every rank sends to every rank].
         burst: bytes that an idle link sends at once before its rate applies, as with token buckets [start of single
             flows].
         copy_rate: bytes/s of packing gradients and of copying within a host [copying 16 MiB].
-        scan_rate: bytes/s at which one core searches a table for touched rows [searching 4 MiB].
+        scan_rate: bytes/s at which one core searches a table for touched rows [searching 4 MiB, with an eighth of the
+            rows touched and empty caches].
         reduce_rate: bytes/s that one core adds to a buffer [adding 16 MiB].
         encode, decode: bytes/s of the compressors [4 MiB of normally distributed values].
         cores: number of cores that all ranks share, as emulated ranks on one machine do; None gives each rank its own

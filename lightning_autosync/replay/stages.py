@@ -317,12 +317,12 @@ class StageMaker:
         touched = float(message.rows) if touched is None else touched
         size = touched * (index_bytes(message.rows) + width * ITEMSIZE[message.dtype])
         if message.collective:
-            return self._native_rows(message, size)
+            return self._native_rows(message, size, touched)
         if isinstance(message.rounds[0].transfers[0], RowBroadcast):
             return [self._gathered_rows(message, size, touched)]
         return [self._merged_rows(message, size, touched)]
 
-    def _native_rows(self, message: Message, size: float) -> list[Stage]:
+    def _native_rows(self, message: Message, size: float, touched: float) -> list[Stage]:
         """The backend's all-gathers: of the numbers of rows, then of ``size`` bytes of rows from each rank."""
         constants, ranks = self._constants, self._ranks
         launch = constants.collective_cost + constants.merge_cost
@@ -336,7 +336,7 @@ class StageMaker:
             ring=(ranks - 1) * size * constants.framing,
             ring_way=ONWARDS,
             ring_steps=ranks - 1,
-            finish=self._adding(size),
+            finish=self._adding(size) + self._writing(message, size, touched),
         )
         return [counts, gathering]
 
@@ -344,6 +344,19 @@ class StageMaker:
         """Seconds in which each rank adds up the rows of all ranks, ``size`` bytes from each."""
         merge = self._constants.encode.seconds_per_byte("rows")
         return self._crowd * self._ranks * (size * merge + self._constants.merge_cost)
+
+    def _writing(self, message: Message, size: float, touched: float) -> float:
+        """Seconds in which each rank writes the rows that any rank touched into its gradient."""
+        union = size * self._growth(message, touched)[-1] * message.rows / max(touched, 1e-9)
+        return self._crowd * float(union) * self._constants.decode.seconds_per_byte("rows")
+
+    def _growth(self, message: Message, touched: float) -> Floats:
+        """[ranks + 1] share of a table that the sum over k ranks fills, each with ``touched`` rows.
+
+        Ranks touch rows independently, so some coincide: the sum fills 1 - (1 - p)^k of the table.
+        """
+        growth: Floats = 1 - (1 - touched / message.rows) ** numpy.arange(self._ranks + 1, dtype=numpy.float64)
+        return growth
 
     def _gathered_rows(self, message: Message, size: float, touched: float) -> Stage:
         """A broadcast of ``size`` bytes from each rank; the rank's main thread packs its rows and adds up all rows."""
@@ -363,7 +376,7 @@ class StageMaker:
             flows=tuple(flows),
             growth=numpy.ones(self._ranks + 1),
             handling=constants.merge_cost / 2,  # a rank unpacks each set, but packs its own only once
-            finish=self._adding(size),
+            finish=self._adding(size) + self._writing(message, size, touched),
         )
 
     def _merged_rows(self, message: Message, size: float, touched: float) -> Stage:
@@ -376,17 +389,15 @@ class StageMaker:
             part = (transfer.stop - transfer.start) / message.numel * whole
             trees = self._row(transfer.reduce), self._row(transfer.broadcast)
             flows.append(Flow(*trees, part * constants.framing, part, 1))
-        # Ranks touch rows independently, so some coincide: the sum over k ranks fills 1 - (1 - p)^k of the table.
-        growth = 1 - (1 - touched / message.rows) ** numpy.arange(self._ranks + 1, dtype=numpy.float64)
         return Stage(
             message.index,
             False,
             launch=constants.exchange_cost,
             flows=tuple(flows),
-            growth=growth,
+            growth=self._growth(message, touched),
             gather=constants.encode.seconds_per_byte("rows"),
             handling=constants.merge_cost,
-            finish=self._crowd * (size * constants.decode.seconds_per_byte("rows") + constants.merge_cost),
+            finish=self._writing(message, size, touched) + self._crowd * constants.merge_cost,
         )
 
 

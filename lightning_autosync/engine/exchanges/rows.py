@@ -110,7 +110,7 @@ class _Path:
     first_row: int
     last_row: int
     gathering: int = 1
-    contributions: dict[int, Tensor] = field(default_factory=dict)
+    contributions: dict[int, Rows] = field(default_factory=dict)
     incoming: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     own: Rows | None = None
     total: Rows | None = None
@@ -182,7 +182,7 @@ class RowTreeExchange(TreeSteps, RowExchange):
             with profiled(self._name, "broadcast"):
                 self._send_down(path, rows, wire)
         else:
-            path.contributions[peer] = wire
+            path.contributions[peer] = rows
             self._send_up_if_complete(path)
 
     def _path(self, peer: int, frame: Frame) -> _Path:
@@ -200,9 +200,8 @@ class RowTreeExchange(TreeSteps, RowExchange):
         # Children that are a step ahead send before this rank has begun the step. `_begin` then calls this again.
         if path.own is None or len(path.contributions) < len(children):
             return
-        parts = [Rows.unpacked(path.contributions[child], self._width, self._dtype, self._table) for child in children]
         with profiled(self._name, "reduce"):
-            total = add_rows([path.own, *parts])
+            total = add_rows([path.own, *(path.contributions[child] for child in children)])
         path.own = None
         path.contributions.clear()
         path.gathering += 1

@@ -18,11 +18,15 @@ from torch.autograd.function import once_differentiable
 from lightning_autosync.errors import WorkloadError
 from lightning_autosync.workload import Variable, Workload
 
+_IN_ORDER = 2
+"""Gradients of one autograd function that autograd accumulates in the function's order; it shuffles more of them."""
+
 
 class PacedModule(nn.Module):
     """A module built from a workload. Called with a seed, it returns a loss of zero.
 
-    Parameters have the workload's names, shapes and dtypes, and are zero. Gradients are random. Those of dense
+    Parameters have the workload's names, shapes and dtypes, and are zero. Gradients appear in the workload's
+    `Workload.ready_order`, also those that are ready at the same time. They are random. Those of dense
     variables are drawn once, from the first seed. For ``row_sparse`` and ``sparse`` variables each step draws the
     touched rows from its seed. Gradients are not copied to ``parameter.grad`` but share their memory with it. So DDP's
     mean overwrites the gradient that the next step returns. Then all ranks have the same gradient, and its mean does
@@ -75,7 +79,8 @@ class PacedModule(nn.Module):
         """The graph whose backward pass is: start, first stage, ..., last stage, end."""
         value = _Until.apply(torch.zeros((), requires_grad=True), self._pace, self._backward_time)
         for stage in reversed(self._stages):
-            value = _Gradients.apply(value, self._pace, stage, *stage.parameters)
+            for start in reversed(range(0, len(stage.parameters), _IN_ORDER)):
+                value = _Gradients.apply(value, self._pace, stage, start, *stage.parameters[start : start + _IN_ORDER])
         return value
 
 
@@ -162,28 +167,41 @@ _KINDS: dict[str, type[_Dense | _DenseRows | _SparseRows]] = {
 
 
 class _Stage:
-    """Variables whose gradients become ready at the same time."""
+    """Variables whose gradients become ready at the same time, one after the other."""
 
     def __init__(self, ready: float, members: list[tuple[nn.Parameter, _Dense | _DenseRows | _SparseRows]]) -> None:
         self.ready = ready
         self.parameters = [parameter for parameter, _ in members]
-        self.gradients = [gradient for _, gradient in members]
+        self._gradients = [gradient for _, gradient in members]
+        self._drawn: list[Tensor] = []
+
+    def draw(self, seed: int) -> None:
+        """Draw all gradients before the stage's time, so that drawing delays none of them."""
+        self._drawn = [gradient.draw(seed) for gradient in self._gradients]
+
+    def take(self, count: int) -> list[Tensor]:
+        """The next gradients. None stays here: autograd would copy a gradient that somebody else holds."""
+        taken, self._drawn = self._drawn[:count], self._drawn[count:]
+        return taken
 
 
 class _Gradients(torch.autograd.Function):
-    """An identity whose backward waits for the stage's time and returns the stage's gradients."""
+    """An identity whose backward waits for the stage's time and returns gradients of the stage from ``start`` on."""
 
     @staticmethod
-    def forward(context: Any, value: Tensor, pace: _Pace, stage: _Stage, *parameters: Tensor) -> Tensor:
-        context.pace, context.stage = pace, stage
+    def forward(
+        context: Any, value: Tensor, pace: _Pace, stage: _Stage, start: int, *parameters: nn.Parameter
+    ) -> Tensor:
+        context.pace, context.stage, context.start, context.count = pace, stage, start, len(parameters)
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [gradient.draw(context.pace.seed) for gradient in context.stage.gradients]
+        if context.start == 0:
+            context.stage.draw(context.pace.seed)
         context.pace.until(context.stage.ready)
-        return output, None, None, *gradients
+        return output, None, None, None, *context.stage.take(context.count)
 
 
 class _Until(torch.autograd.Function):

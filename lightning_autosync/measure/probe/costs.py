@@ -45,6 +45,10 @@ _NUMBERS = 64
 """Elements in each piece of a small all-reduce. The backend would not send empty pieces."""
 _SETS, _WIDTH = 8, 32
 _TRIES = 3
+_IN_A_ROW = 4
+"""Sets of rows that come one after the other, in the transfers of a message. The first one fills the caches."""
+_COLD = 15
+"""Runs of an action for which the core's caches are emptied."""
 _CODECS = ("fp16", "bf16", "int8", "topk")
 
 
@@ -124,19 +128,33 @@ def _memory() -> dict[str, Any]:
 
 
 def _rows() -> dict[str, float]:
-    """Bytes/s when finding the touched rows of a table; core-seconds for each small set of rows in a merge."""
+    """Bytes/s when finding the touched rows of a table; core-seconds at either end for a small set of rows.
+
+    A step uses each table once, and meanwhile other threads use the core: its caches are as good as empty.
+    """
     table = torch.zeros(_ELEMENTS // _WIDTH, _WIDTH)
-    table[:: _ELEMENTS // _WIDTH // _SETS] = 1.0
-    sets = [Rows(torch.arange(_SETS) * (place + 1), torch.ones(_SETS, _WIDTH), 1) for place in range(_SETS)]
-    wires = [one.packed(len(table)) for one in sets]
+    table[::_SETS] = 1.0
+    own, other = (Rows(torch.arange(_SETS) + first, torch.ones(_SETS, _WIDTH), 1) for first in (0, 1))
+    wire = other.packed(len(table))
 
     def merge() -> None:
-        add_rows([Rows.unpacked(wire, _WIDTH, torch.float32, len(table)) for wire in wires]).packed(len(table))
+        for _ in range(_IN_A_ROW):
+            add_rows([own, Rows.unpacked(wire, _WIDTH, torch.float32, len(table))]).packed(len(table))
 
     return {
-        "scan_rate": _rate(lambda: table[touched_rows(table)], _ELEMENTS * 4),
-        "merge_core": _core_seconds(merge, _ROUNDS) / _SETS,
+        "scan_rate": table.nbytes / _cold_seconds(lambda: touched_rows(table)),
+        "merge_core": _cold_seconds(merge) / _IN_A_ROW / 2,
     }
+
+
+def _cold_seconds(action: Callable[[], object]) -> float:
+    """Core-seconds of this thread for an action whose code and data are in no cache; the median of several runs."""
+    others = torch.zeros(8 * _ELEMENTS)  # 32 MiB
+    times = []
+    for _ in range(_COLD):
+        others.add_(1)
+        times.append(core_seconds(action))
+    return statistics.median(times)
 
 
 def _coding() -> dict[str, Any]:
@@ -150,9 +168,9 @@ def _coding() -> dict[str, Any]:
         encode[kind] = _rate(lambda: codec.encode(values, wire), size)  # noqa: B023 - called at once
         decode[kind] = _rate(lambda: codec.decode(wire, values), size)  # noqa: B023
     rows = [Rows(torch.randperm(1 << 16)[: 1 << 14].sort().values, torch.randn(1 << 14, 32), 1) for _ in range(2)]
-    encode["rows"] = _rate(lambda: add_rows(rows), sum(part.values.numel() * 4 for part in rows))
-    table = torch.zeros(1 << 16, 32)
-    decode["rows"] = _rate(lambda: table.index_copy_(0, rows[0].indices, rows[0].values), rows[0].values.numel() * 4)
+    encode["rows"] = sum(part.values.nbytes for part in rows) / _cold_seconds(lambda: add_rows(rows))
+    table, one = torch.zeros(1 << 16, 32), rows[0]
+    decode["rows"] = one.values.nbytes / _cold_seconds(lambda: table.index_copy_(0, one.indices, one.values))
     matrix, factor = values.view(1024, -1), torch.randn(_ELEMENTS // 1024, 4)
     encode["powersgd"] = _rate(lambda: matrix @ factor, size)
     decode["powersgd"] = _rate(lambda: (matrix @ factor) @ factor.t(), size)

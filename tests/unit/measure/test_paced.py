@@ -70,6 +70,31 @@ def test_a_captured_profile_is_the_one_that_was_given() -> None:
         assert -0.001 < ready - variable.ready < LATE
 
 
+def test_gradients_of_one_moment_appear_in_ready_order() -> None:
+    """Autograd shuffles three or more gradients of one function."""
+    names = [f"v{number}" for number in range(7)]
+    given = workload(*(Variable(name=name, shape=(8,), ready=0.0) for name in names))
+    module = PacedModule(given)
+    seen: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    step(module)
+    assert tuple(seen) == given.ready_order == tuple(reversed(names))
+
+
+def test_no_gradient_is_copied() -> None:
+    given = workload(*(Variable(name=f"v{number}", shape=(8,), ready=0.0) for number in range(5)))
+    module = PacedModule(given)
+
+    def places() -> list[int]:
+        step(module)
+        return [parameter.grad.data_ptr() for parameter in module.parameters() if parameter.grad is not None]
+
+    first = places()
+    assert len(first) == 5
+    assert places() == first
+
+
 def test_time_passes_and_no_core_is_used() -> None:
     module = PacedModule(workload(Variable(name="a", shape=(8,), ready=0.2), forward=0.1, backward=0.3))
     step(module)

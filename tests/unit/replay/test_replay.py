@@ -149,7 +149,8 @@ def test_busy_shares_and_critical_path() -> None:
 
 
 def test_a_message_behind_another_has_it_on_its_critical_path() -> None:
-    path = price(one_switch(2), [tree([-1, 0]), tree([-1, 0])], "fluid").critical_path
+    work = workload(2, ready=[0.0, 0.1], backward_time=0.1)
+    path = price(one_switch(2), [tree([-1, 0]), tree([-1, 0])], "fluid", work).critical_path
     assert ["message0" in path[0].name, "message1" in path[1].name] == [True, True]
 
 

@@ -228,6 +228,18 @@ def test_rows_that_are_gathered_travel_once(detail: str) -> None:
     assert prediction.step_time == pytest.approx(2 * 1_000 * (2 + 4 * width) / RATE, rel=0.02)
 
 
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+@pytest.mark.parametrize("plan", ["ps", "gathered_rows", "all_reduce"])
+def test_a_rank_writes_the_rows_that_any_rank_touched(plan: str, detail: str) -> None:
+    rows, width, touched, rate = 10_000, 8, 1_000, RATE / 10
+    table = Variable(name="table", shape=(rows, width), kind="row_sparse", rows=touched)
+    work, cluster = Workload(name="rows", variables=(table,)), one_switch(2)
+    made = compile_plan(builders.build(plan, work, cluster), work, cluster)
+    slow = IDEAL.model_copy(update={"decode": IDEAL.decode.model_copy(update={"rows": rate})})
+    ideal, found = (Replay(work, cluster, hosts).predict(made, detail).step_time for hosts in (IDEAL, slow))
+    assert found - ideal == pytest.approx(1_900 * (2 + 4 * width) / rate)
+
+
 def test_one_rank_only_computes() -> None:
     work = workload(1, backward_time=1.0, forward_time=0.5)
     cluster = ClusterSpec.uniform(nodes=1, bandwidth=RATE)
@@ -268,6 +280,13 @@ def test_an_accelerator_computes_while_gradients_are_packed() -> None:
         constants = costly.model_copy(update={"accelerated": accelerated})
         spans = price(one_switch(2), [all_reduce()] * 2, "fluid", work, constants).timeline.messages
         assert [span.ready for span in spans] == pytest.approx(expected)
+
+
+def test_gradients_of_one_moment_are_packed_in_ready_order() -> None:
+    work = workload(3, ready=[1.0, 1.0, 1.0], backward_time=1.0)
+    costly = IDEAL.model_copy(update={"gradient_cost": 0.25, "accelerated": True})
+    spans = price(one_switch(2), [all_reduce()] * 3, "fluid", work, costly).timeline.messages
+    assert [span.ready for span in spans] == pytest.approx([1.75, 1.5, 1.25])  # the last layer first
 
 
 def test_a_root_encodes_a_sum_once() -> None:
