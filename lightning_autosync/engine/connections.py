@@ -323,8 +323,12 @@ def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, sh
     """
     round_trip = None if rates is None else _least_round_trip(connection)
     if rates is not None and round_trip is not None:
-        rate = rates[0] if shares is None else min(shares.needed, rates[0])
-        least = _LEAST_WINDOW if shares is None else min(_LEAST_WINDOW, max(_FEWEST_BYTES, int(rate * _LONGEST_QUEUE)))
+        rate, least = rates[0], _LEAST_WINDOW
+        if shares is not None:
+            rate = min(shares.needed, rate)
+            # Without a pace, a connection may send more than its share at times.
+            most = _SMALLEST_WINDOW if shares.pace is None else _LEAST_WINDOW
+            least = min(most, max(_FEWEST_BYTES, int(rate * _LONGEST_QUEUE)))
         window = max(least, int(rate * _seconds_in_flight(*rates, round_trip)))
         # The kernel silently reduces a larger window to its limit, which would underuse the route. It then does better
         # with its own automatic size.
