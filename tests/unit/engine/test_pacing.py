@@ -247,7 +247,7 @@ def test_a_queue_holds_what_an_empty_link_carries() -> None:
 )
 def test_a_connection_that_needs_a_part_of_its_route_queues_its_part(needed: float, bytes_held: int) -> None:
     connection = BusyConnection()
-    limit_queue(cast(socket.socket, connection), (1e8, 1e8), Shares(needed, None))
+    limit_queue(cast(socket.socket, connection), (1e8, 1e8), Shares(needed, needed))
     assert connection.options == {socket.SO_SNDBUF: bytes_held}
 
 
