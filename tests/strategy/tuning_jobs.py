@@ -88,12 +88,16 @@ def counted_switches() -> Iterator[list[str]]:
 
 @contextmanager
 def hurrying(opened: bool = True) -> Iterator[None]:
-    """The context of a short job: it waits for predictions and, if ``opened``, for plans that are being opened."""
+    """The context of a short job: it waits for predictions and, if ``opened``, for plans that are being opened.
+
+    It waits a second for the latter, because another rank may wait for this one before it opens its part: with overlap,
+    ranks end a pass at different places of their programs.
+    """
     is_under_way = BackgroundOpening.is_under_way
 
     def wait(self: BackgroundOpening) -> bool:
         if opened and self._resources is not None:
-            futures.wait([self._resources], 60.0)
+            futures.wait([self._resources], 1.0)
         return is_under_way(self)
 
     with (
