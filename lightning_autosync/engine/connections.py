@@ -25,7 +25,7 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.engine.waiting import watched_wait
 from lightning_autosync.errors import ExchangeError, OpeningError
-from lightning_autosync.plan.pacing import UNSENT_LIMIT, Shares
+from lightning_autosync.plan.pacing import UNSENT_LIMIT, Need
 from lightning_autosync.ports import with_free_port
 
 CONNECT_TIMEOUT = 120.0
@@ -40,10 +40,10 @@ _SMALLEST_WINDOW = 64 * 1024
 """Bytes in flight of a slow connection, so that it does not wake its sender too often (see `_seconds_in_flight`)."""
 _LEAST_WINDOW = 32 * 1024
 """Bytes in flight of the slow direction of a route at least: with few packets, it would wait for acknowledgements."""
-_LONGEST_QUEUE = 20e-3
-"""Seconds for which a connection that shares its route queues at most, if its bytes in flight are the least."""
+_LONGEST_WAIT = 20e-3
+"""Seconds of data that a connection may hold to have `_LEAST_WINDOW` in flight, if it shares its route."""
 _FEWEST_BYTES = 8 * 1024
-"""Bytes in flight of such a connection at least."""
+"""Bytes in flight of a connection that shares its route at least, however slow it is."""
 _MAX_PACING_RATE = 47
 """Linux's SO_MAX_PACING_RATE, which the ``socket`` module does not name."""
 _ROUND_TRIP_OFFSET, _UNKNOWN_ROUND_TRIP = 148, 2**32 - 1
@@ -287,49 +287,54 @@ def listen_at(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
 
 
-def tune_connection(connection: socket.socket, rates: tuple[float, float] | None, shares: Shares | None = None) -> None:
+def tune_connection(connection: socket.socket, rates: tuple[float, float] | None, need: Need | None = None) -> None:
     """Make a connection ready for frames: non-blocking, without Nagle's algorithm, with short queues.
 
     Args:
         connection: a connected TCP socket.
-        rates: bytes/s of the route and of the route back, if known. They limit the send buffer to the bandwidth-delay
-            product plus some slack. Reductions and broadcasts share every link, and data that queues in one direction
-            of a link delays the acknowledgements of the other direction. None leaves the size to the kernel.
-        shares: what the connection needs of its route; None for all of it. The kernel enforces its pace (the first
-            packet after a pause leaves at once), on Linux only.
+        rates: bytes/s on the wire of the route and of the route back, if known. They limit the send buffer to the
+            bandwidth-delay product plus some slack. Reductions and broadcasts share every link, and data that queues in
+            one direction of a link delays the acknowledgements of the other direction. None leaves the size to the
+            kernel.
+        need: what the connection needs of a route that it shares; None for all of it. The kernel enforces its pace
+            (the first packet after a pause leaves at once), on Linux only.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_LIMIT)
-    limit_queue(connection, rates, shares)
-    if shares is not None and shares.pace is not None and sys.platform == "linux":
-        connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", round(shares.pace)))
+    limit_queue(connection, rates, need)
+    if need is not None and need.pace is not None and sys.platform == "linux":
+        connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", round(need.pace)))
 
 
-def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, shares: Shares | None = None) -> None:
+def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, need: Need | None = None) -> None:
     """Limit the send buffer to what the route holds, by the least round-trip time so far.
 
     A connection that is opened while gradients travel waits in the queues of their links. Its round trips then seem up
     to several hundred times as long as they are. After the first step the least one is that of an empty link.
 
+    Linux doubles the size that it is asked for, to allow for its own data beside the payload. So a connection has up to
+    twice as many bytes in flight as stated here.
+
     Args:
         connection: a connected TCP socket.
-        rates: bytes/s of the route and of the route back; None changes nothing.
-        shares: what the connection needs of its route; None for all of it. Connections that share a link would
-            otherwise queue as much as if each had it alone. Urgent frames would wait behind all of that, and a queue
-            that overflows loses packets: sixteen connections between two racks, each with `_LEAST_WINDOW` in flight,
-            lost so many that steps took 1.3 times as long.
+        rates: bytes/s on the wire of the route and of the route back; None changes nothing.
+        need: what the connection needs of a route that it shares; None for all of it. Connections that share a link
+            would otherwise queue as much as if each had it alone. Urgent frames would wait behind all of that, and a
+            queue that overflows loses packets: with `_LEAST_WINDOW` for each of sixteen connections between two racks,
+            steps took 1.3 times as long.
     """
     round_trip = None if rates is None else _least_round_trip(connection)
     if rates is not None and round_trip is not None:
+        seconds = _seconds_in_flight(*rates, round_trip)
         rate, least = rates[0], _LEAST_WINDOW
-        if shares is not None:
-            rate = min(shares.needed, rate)
+        if need is not None:
             # Without a pace, a connection may send more than its share at times.
-            most = _SMALLEST_WINDOW if shares.pace is None else _LEAST_WINDOW
-            least = min(most, max(_FEWEST_BYTES, int(rate * _LONGEST_QUEUE)))
-        window = max(least, int(rate * _seconds_in_flight(*rates, round_trip)))
+            most = _LEAST_WINDOW if need.pace is not None else max(_LEAST_WINDOW, int(rate * seconds))
+            rate = need.rate
+            least = min(most, max(_FEWEST_BYTES, int(rate * _LONGEST_WAIT)))
+        window = max(least, int(rate * seconds))
         # The kernel silently reduces a larger window to its limit, which would underuse the route. It then does better
         # with its own automatic size.
         if window <= _largest_buffer():
@@ -341,7 +346,8 @@ def _seconds_in_flight(rate: float, back: float, round_trip: float) -> float:
 
     If one direction had more, it would delay the acknowledgements of the other one, which would then not fill its link.
     So a direction has less than `_SMALLEST_WINDOW` in flight where the way back is more than twice as fast; otherwise
-    the way back would need a long queue. If directions differ more than fourfold, the slow one has `_LEAST_WINDOW`.
+    the way back would need a long queue. If directions differ more than fourfold, the slow one has `_LEAST_WINDOW`
+    (less if it shares its route with many).
     (Three ranks on links of up to 1 : 4 reached 83% of their bound with `_SMALLEST_WINDOW` in each direction, and 90%
     with equal seconds.)
 

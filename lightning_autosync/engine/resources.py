@@ -35,7 +35,7 @@ from lightning_autosync.engine.notes import Notes, can_carry
 from lightning_autosync.engine.row_gradients import RowGradients
 from lightning_autosync.engine.transport import Peer, Transport
 from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost, PlanError
-from lightning_autosync.plan.pacing import sending_shares
+from lightning_autosync.plan.pacing import sending_needs
 from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,
@@ -174,12 +174,12 @@ class Resources:
                 peer: (links.bandwidth(rank, *peer), links.bandwidth(peer.rank, rank, peer.interface))
                 for peer in sockets
             }
-            shares = {
-                Peer(other, interface): needs
+            needs = {
+                Peer(other, interface): need
                 for interface in schedule.interfaces
-                for other, needs in sending_shares(schedule, links, rank, interface).items()
+                for other, need in sending_needs(schedule, links, rank, interface).items()
             }
-            self._transport = Transport(sockets, rates, shares)
+            self._transport = Transport(sockets, rates, needs)
         self._closing.callback(self._transport.close)
 
     def _connect(

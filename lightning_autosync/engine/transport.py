@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from lightning_autosync.engine.connections import limit_queue, over, tune_connection
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.plan.pacing import Shares
+from lightning_autosync.plan.pacing import Need
 
 _HEADER = struct.Struct("<IIIIIQ")
 _TURN = 512 * 1024
@@ -88,13 +88,13 @@ class _Connection:
         peer: Peer,
         connection: socket.socket,
         rates: tuple[float, float] | None = None,
-        shares: Shares | None = None,
+        need: Need | None = None,
     ) -> None:
         self.peer = peer
         self.rank = peer.rank
         self.socket = connection
         self.rates = rates
-        self.shares = shares
+        self.need = need
         self.tuned = 1
         self.outbox: list[_Outgoing] = []
         self.outgoing: _Outgoing | None = None
@@ -116,19 +116,19 @@ class Transport:
     Args:
         sockets: connected stream sockets by peer; the transport owns them from now on.
         rates: bytes/s of the route to each peer and of the route back, where known (see `tune_connection`).
-        shares: what each connection needs of its route, where known (see `sending_shares`).
+        needs: what connections need of routes that they share, where known (see `sending_needs`).
     """
 
     def __init__(
         self,
         sockets: Mapping[Peer, socket.socket],
         rates: Mapping[Peer, tuple[float, float]] | None = None,
-        shares: Mapping[Peer, Shares] | None = None,
+        needs: Mapping[Peer, Need] | None = None,
     ) -> None:
         self.bytes_sent = 0
         self._selector = selectors.DefaultSelector()
-        known, needs = rates or {}, shares or {}
-        self._peers = {peer: _Connection(peer, one, known.get(peer), needs.get(peer)) for peer, one in sockets.items()}
+        known, needed = rates or {}, needs or {}
+        self._peers = {peer: _Connection(peer, one, known.get(peer), needed.get(peer)) for peer, one in sockets.items()}
         self._receivers: dict[int, Receiver] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._unwritten: dict[Peer, _Connection] = {}
@@ -139,7 +139,7 @@ class Transport:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
-            tune_connection(peer.socket, peer.rates, peer.shares)
+            tune_connection(peer.socket, peer.rates, peer.need)
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
         self._thread.start()
@@ -178,7 +178,7 @@ class Transport:
         connection = self._peers[peer]
         if connection.tuned < frame.step <= _TUNED_STEPS:
             connection.tuned = frame.step
-            limit_queue(connection.socket, connection.rates, connection.shares)
+            limit_queue(connection.socket, connection.rates, connection.need)
         heapq.heappush(connection.outbox, ((*urgency, self._counter), [header, payload], sent))
         if not connection.watching_writes:
             self._unwritten[peer] = connection

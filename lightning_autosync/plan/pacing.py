@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_autosync.cluster import PAYLOAD_SHARE, LinkGraph
-from lightning_autosync.plan.schedule import Round, RowBroadcast, Schedule, TreeTransfer
+from lightning_autosync.plan.schedule import Round, RowBroadcast, Schedule, Transfer, TreeTransfer
 
 HEADROOM = 1.01
 """Factor on the exact rate that lets a connection catch up. With a larger factor, the many small connections of a full
@@ -21,26 +21,27 @@ link crowd out the large one: a fat node and seven leaves reached 90% of their b
 LEAST_PART = 0.02
 """Share of a route's rate below which a connection is not paced: it crowds out no other, and sends mostly headers."""
 UNSENT_LIMIT = 64 * 1024
-"""Bytes that the kernel may hold unsent. The limit keeps urgent frames from queueing behind megabytes."""
+"""Bytes that the kernel may hold unsent. The limit keeps urgent frames from queueing behind megabytes. The engine sets
+it, and the replay knows it."""
 
 Arc = tuple[int, int, int]
 """Sender, receiver, and the interface over which they are connected."""
 
 
-class Shares(NamedTuple):
-    """What a connection needs of the links of its route.
+class Need(NamedTuple):
+    """What a connection needs of a route that it shares with others.
 
     Attributes:
-        needed: payload bytes/s that it needs at most while the others send, too.
+        rate: payload bytes/s that it needs at most while the others send, too; a typical rate where rows travel.
         pace: limit on its payload bytes/s; None for no limit.
     """
 
-    needed: float
+    rate: float
     pace: float | None
 
 
-def sending_shares(schedule: Schedule, topology: LinkGraph, rank: int, interface: int = 0) -> dict[int, Shares]:
-    """What each connection over which ``rank`` sends on an interface needs, by peer.
+def sending_needs(schedule: Schedule, topology: LinkGraph, rank: int, interface: int = 0) -> dict[int, Need]:
+    """What the connections over which ``rank`` sends on an interface need, by peer.
 
     Some messages travel at the same time, others one after another. If a message sends y bytes over a link, x of them
     on this connection, the connection needs x/y of the link while this message travels alone. While several messages
@@ -48,9 +49,9 @@ def sending_shares(schedule: Schedule, topology: LinkGraph, rank: int, interface
     over the links of the route, of the largest share times the link's rate. `pipeline_stretches` corrects this rate
     for the pace.
 
-    A connection has no pace if it may need its whole route, if it needs less than `LEAST_PART` of it, or if it stays
-    inside a node, where no link is shared. A row-wise message may need the whole route, because its size is unknown; it
-    is taken to need as much as a dense one.
+    A connection is left out if it may need its whole route, or stays inside a node, where no link is shared. It has no
+    pace if it needs less than `LEAST_PART` of its route. Neither has one over which a row-wise message travels, because
+    the number of rows is unknown. Its rate is that for equally many rows on all ranks, in any one of the transfers.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -59,26 +60,28 @@ def sending_shares(schedule: Schedule, topology: LinkGraph, rank: int, interface
     with_rows: set[int] = set()
     for message in schedule.messages:
         for round in message.rounds:
-            arcs = _arc_elements(round)
-            loads = _channel_elements(arcs, topology)
-            for (source, target, own), elements in arcs.items():
-                if source == rank and own == interface and elements:
-                    if message.rows:
-                        with_rows.add(target)
-                    for channel in topology.route(source, target, interface):
-                        shares[target, channel] = max(shares[target, channel], elements / loads[channel])
+            # Rows may all lie in the ranges of one transfer. Few rows travel over the first one only.
+            parts = [(one,) for one in round.transfers] if message.rows else [round.transfers]
+            for arcs in (_arc_elements(part) for part in parts):
+                loads = _channel_elements(arcs, topology)
+                for (source, target, own), elements in arcs.items():
+                    if source == rank and own == interface and elements:
+                        if message.rows:
+                            with_rows.add(target)
+                        for channel in topology.route(source, target, interface):
+                            shares[target, channel] = max(shares[target, channel], elements / loads[channel])
     needed: dict[int, float] = {}
     for (peer, channel), share in shares.items():
         needed[peer] = min(needed.get(peer, math.inf), share * float(topology.capacities[channel]))
     stretches, nodes = pipeline_stretches(schedule, rank, interface), topology.spec.rank_nodes
-    found = {}
+    needs = {}
     for peer, rate in needed.items():
         route, pace = topology.bandwidth(rank, peer, interface), HEADROOM * stretches.get(peer, 1.0) * rate
-        shared = nodes[peer] != nodes[rank] and peer not in with_rows
-        paced = shared and LEAST_PART * route <= rate and pace < route
-        # Link rates include headers, pacing counts payload only.
-        found[peer] = Shares(PAYLOAD_SHARE * rate, PAYLOAD_SHARE * pace if paced else None)
-    return found
+        if nodes[peer] != nodes[rank] and rate < route:
+            paced = peer not in with_rows and LEAST_PART * route <= rate and pace < route
+            # Link rates include headers, a connection's rates count payload only.
+            needs[peer] = Need(PAYLOAD_SHARE * rate, PAYLOAD_SHARE * pace if paced else None)
+    return needs
 
 
 def pipeline_stretches(schedule: Schedule, rank: int, interface: int = 0) -> dict[int, float]:
@@ -121,10 +124,10 @@ def _neighbours(transfer: TreeTransfer, rank: int, interface: int) -> set[int]:
     return {peer for tree in trees for peer in (tree.parents[rank], *tree.children[rank]) if peer >= 0}
 
 
-def _arc_elements(round: Round) -> dict[Arc, int]:
-    """Elements sent along all trees of a round."""
+def _arc_elements(transfers: Sequence[Transfer]) -> dict[Arc, int]:
+    """Elements sent along all trees of transfers."""
     arcs: dict[Arc, int] = defaultdict(int)
-    for transfer in round.transfers:
+    for transfer in transfers:
         if isinstance(transfer, TreeTransfer):
             elements = transfer.stop - transfer.start
             for rank, parent in enumerate(transfer.reduce.parents):

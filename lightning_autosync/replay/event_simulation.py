@@ -12,13 +12,12 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.plan.pacing import UNSENT_LIMIT
 from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.network import Floats, Indices, Routes
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
 
 _ROUNDING = 1e-12
-"""Share of a channel that always counts as free, so that rounding never stops a connection."""
+"""Share of a quantity that rounding may add or take away. So much of a channel always counts as free."""
 _MOST_BURSTS = 16
 """Most bursts of one frame; large frames leave in larger bursts, which keeps the simulation fast."""
 # Times are sums of many steps, so simultaneous events differ by rounding.
@@ -74,6 +73,7 @@ class FrameConnections(NamedTuple):
         route: [connections] index into ``routes``.
         pace: [connections] most bytes/s that the sender gives the connection; infinite without a limit.
         burst: [connections] bytes that a connection with a pace sends at once; infinite without a pace.
+        unsent: bytes that the kernel takes over ahead on a connection.
         hosts: channel index of the first host.
         shared: channel index of the shared cores; -1 for none.
     """
@@ -84,6 +84,7 @@ class FrameConnections(NamedTuple):
     pace: Floats
     burst: Floats
     routes: Routes
+    unsent: float
     hosts: int
     shared: int
 
@@ -279,7 +280,7 @@ def _start_bursts(nodes: Nodes, connections: FrameConnections, state: _State, be
     changed = False
     for number in range(len(state.current)):
         # The kernel takes over the most urgent frames, as long as it has room.
-        while state.head[number] >= 0 and (state.first[number] < 0 or state.unsent[number] < UNSENT_LIMIT):
+        while state.head[number] >= 0 and (state.first[number] < 0 or state.unsent[number] < connections.unsent):
             node = _next_frame(number, state.head, state.following, nodes.key, state.arrival)
             state.following[node] = -1
             if state.first[number] < 0:
@@ -295,8 +296,10 @@ def _start_bursts(nodes: Nodes, connections: FrameConnections, state: _State, be
             if begun[node] == numpy.inf:
                 state.rest[number], begun[node] = nodes.size[node], now
             burst = max(connections.burst[number], nodes.size[node] / _MOST_BURSTS)
-            state.current[number], state.left[number] = node, min(state.rest[number], burst)
-            state.rest[number] -= state.left[number]
+            # Rounding must not leave a rest that would wait for the pace.
+            whole = state.rest[number] <= burst * (1 + _ROUNDING)
+            state.current[number], state.left[number] = node, state.rest[number] if whole else burst
+            state.rest[number] = 0.0 if whole else state.rest[number] - burst
             gap = state.left[number] / connections.pace[number]
             # A connection that could have sent before makes up for that time, up to half of the gap.
             state.free[number] = now + max(gap / 2, gap - (now - state.free[number]))

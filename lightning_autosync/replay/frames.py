@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy
 
+from lightning_autosync.plan.pacing import UNSENT_LIMIT
 from lightning_autosync.replay.compute import Compute, HostWork
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.event_simulation import Dependencies, FrameConnections, Nodes, simulate
@@ -112,6 +113,7 @@ class _FrameGraph:
         self._gates: list[int] = []
         self._ends: list[int] = []
         self._first_frames: list[int] = []
+        self._notices: list[int] = []
         self._host_work: list[list[int]] = []
         self._notice_queues: dict[int, list[list[NoticeQueue]]] = {}
 
@@ -253,6 +255,7 @@ class _FrameGraph:
         if stage.latencies == WITH_NOTICE:
             back = self._network.pairs + target * self._network.ranks + sender
             notice = self._node(back, _NOTICE, 0.0, 0.0, 0.0)
+            self._notices.append(notice)
             self._edges += [(starts[target], notice), (notice, frame)]
 
     def _latency(self, sender: int, target: int) -> float:
@@ -367,13 +370,19 @@ class _FrameGraph:
             known._replace(
                 starts=numpy.append(known.starts, known.starts[-1]), latencies=numpy.append(known.latencies, 0.0)
             ),
+            float(UNSENT_LIMIT),
             network.links,
             network.shared_core,
         )
 
     def _moving(self, begun: Floats, sent: Floats, done: Floats) -> tuple[Floats, Floats]:
-        """[stages] times when a stage's first byte moved and its last byte left; its end if it has no bytes."""
+        """[stages] times when a stage's first byte moved and its last byte left; its end if it has no bytes.
+
+        Notices are no bytes of a stage.
+        """
         moved, drained = done[self._ends], done[self._ends]
+        begun, sent = begun.copy(), sent.copy()
+        begun[self._notices], sent[self._notices] = numpy.inf, numpy.inf
         for number, (first, end) in enumerate(zip(self._first_frames, self._ends, strict=True)):
             started = begun[first:end].min(initial=numpy.inf)
             if numpy.isfinite(started):

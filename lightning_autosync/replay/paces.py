@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from lightning_autosync.cluster.units import FRAMING
 from lightning_autosync.plan.pacing import HEADROOM, LEAST_PART
 from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.loads import Loads
@@ -17,21 +18,19 @@ from lightning_autosync.replay.stages import Stage
 
 _MOST = 2_000_000
 """Largest number of stages times connections; beyond it, which takes hundreds of ranks, none counts as paced."""
-
-
-_SEGMENT = 1514.0
+_SEGMENT = 1448 * FRAMING
 """Bytes of a TCP segment on the wire."""
 _BURST = 10 * _SEGMENT
-"""Most bytes of a burst. Linux sends up to half of its window at once. It does not pace the first ten segments of a
-connection, so that the window grows to twenty, and does not grow further while the link is fast enough."""
+"""Most bytes of a burst. Linux sends up to half of its window at once. The window grows from ten segments to twenty,
+because the first ten leave without a pace. A pace below the link's rate then never fills it, so it stays."""
 _LEAST_BURST = 2 * _SEGMENT
 """Least bytes of a burst (``tcp_min_tso_segs``)."""
 _BURST_SECONDS = 2**-10
-"""Seconds of the pace in a burst."""
-_CLOSE_BURST = 64 * 1024.0
-"""Bytes of a burst to a close peer beyond those; half of them for each `_CLOSE` of the round trip."""
-_CLOSE = 512e-6
-"""Seconds (``tcp_tso_rtt_log``)."""
+"""A burst has what the pace allows in this time, in seconds, and a surplus (``tcp_tso_autosize``)."""
+_SURPLUS = 64 * 1024.0
+"""Bytes of the surplus if the round trip is short. It is halved for each `_HALVING` of the round trip."""
+_HALVING = 512e-6
+"""Seconds of a round trip (``tcp_tso_rtt_log``)."""
 
 
 class Paces(NamedTuple):
@@ -80,8 +79,8 @@ def bursts_of(rates: Floats, latencies: Floats) -> Floats:
     Returns:
         [connections] bytes on the wire that leave at once.
     """
-    halvings = numpy.floor(2 * latencies / _CLOSE)
-    return numpy.clip(_BURST_SECONDS * rates + _CLOSE_BURST * 0.5**halvings, _LEAST_BURST, _BURST)
+    halvings = numpy.floor(2 * latencies / _HALVING)
+    return numpy.clip(_BURST_SECONDS * rates + _SURPLUS * 0.5**halvings, _LEAST_BURST, _BURST)
 
 
 def _both_ways(used: NDArray[numpy.uint64], network: NetworkArrays) -> Indices:

@@ -346,7 +346,12 @@ class StageMaker:
         return self._crowd * self._ranks * (size * merge + self._constants.merge_cost)
 
     def _writing(self, message: Message, size: float, touched: float) -> float:
-        """Seconds in which each rank writes the rows that any rank touched into its gradient."""
+        """Seconds in which each rank writes the rows that any rank touched into its gradient.
+
+        A sparse gradient takes the sum as it is.
+        """
+        if message.sparse:
+            return 0.0
         union = size * self._growth(message, touched)[-1] * message.rows / max(touched, 1e-9)
         return self._crowd * float(union) * self._constants.decode.seconds_per_byte("rows")
 

@@ -58,7 +58,7 @@ SHORT = TuningSettings(probe=0, search=0.5, warm_up=1, passes=8, cache=None)
 
 
 @contextmanager
-def counted_switches() -> Iterator[list[str]]:
+def counted_switches(patience: float = 60.0) -> Iterator[list[str]]:
     """The fingerprints of the plans that were switched to, while the context is open.
 
     Contests last as long as they may, whatever the times, and every second candidate wins. See also `hurrying`.
@@ -81,23 +81,23 @@ def counted_switches() -> Iterator[list[str]]:
     with (
         mock.patch.object(ExactReplica, "_use", spy),
         mock.patch.object(Contest, "_decide", decide_late),
-        hurrying(),
+        hurrying(patience=patience),
     ):
         yield switches
 
 
 @contextmanager
-def hurrying(opened: bool = True) -> Iterator[None]:
+def hurrying(opened: bool = True, patience: float = 60.0) -> Iterator[None]:
     """The context of a short job: it waits for predictions and, if ``opened``, for plans that are being opened.
 
-    It waits a second for the latter, because another rank may wait for this one before it opens its part: with overlap,
-    ranks end a pass at different places of their programs.
+    ``patience`` is for how many seconds at most it waits for the latter. With overlap, a rank may read a gradient where
+    others do not. They wait for it before they open their part, so it must not wait for them long.
     """
     is_under_way = BackgroundOpening.is_under_way
 
     def wait(self: BackgroundOpening) -> bool:
         if opened and self._resources is not None:
-            futures.wait([self._resources], 1.0)
+            futures.wait([self._resources], patience)
         return is_under_way(self)
 
     with (
@@ -110,8 +110,8 @@ def hurrying(opened: bool = True) -> Iterator[None]:
 
 def compare(model: str, strategy: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
     """How far a job that tunes itself ends from DDP, and how often it switched."""
-    with counted_switches() as switches:
-        options = {"cluster": PAIR.to_dict(), "tuning": SHORT, **(strategy or {})}
+    options = {"cluster": PAIR.to_dict(), "tuning": SHORT, **(strategy or {})}
+    with counted_switches(1.0 if "overlap" in options else 60.0) as switches:
         found = jobs.compare(model, strategy=options, max_epochs=12, **arguments)
     return {**found, "switches": len(switches)}
 

@@ -44,7 +44,7 @@ def _of_cores(costs: Mapping[str, Any], shared: bool) -> dict[str, Any]:
 
     - ``copy_rate``, ``scan_rate``, ``reduce_rate``, ``encode``, ``decode``: bytes/s over buffers of some MiB, measured
       on all ranks at once; those of rows with empty caches.
-    - ``merge_cost``: half of the core-seconds to unpack a small set of rows, merge it with another one, and pack both;
+    - ``merge_cost``: half of the core-seconds to unpack a small set of rows, add it to another one, and pack the sum;
       a few in a row.
     - ``cores``: number of cores that a rank may use; None unless all ranks share one machine.
     - ``collectives``: number of threads of the backend.

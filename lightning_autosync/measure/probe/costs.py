@@ -43,7 +43,9 @@ _BOUNCES = 200
 _TIMEOUT = 60.0
 _NUMBERS = 64
 """Elements in each piece of a small all-reduce. The backend would not send empty pieces."""
-_SETS, _WIDTH = 8, 32
+_FEW_ROWS, _WIDTH = 8, 32
+_TOUCHED = 8
+"""One in so many rows of a table is touched."""
 _TRIES = 3
 _IN_A_ROW = 4
 """Sets of rows that come one after the other, in the transfers of a message. The first one fills the caches."""
@@ -128,13 +130,13 @@ def _memory() -> dict[str, Any]:
 
 
 def _rows() -> dict[str, float]:
-    """Bytes/s when finding the touched rows of a table; core-seconds at either end for a small set of rows.
+    """Bytes/s when finding the touched rows of a table; half of the core-seconds to unpack, add and pack a small set.
 
     A step uses each table once, and meanwhile other threads use the core: its caches are as good as empty.
     """
     table = torch.zeros(_ELEMENTS // _WIDTH, _WIDTH)
-    table[::_SETS] = 1.0
-    own, other = (Rows(torch.arange(_SETS) + first, torch.ones(_SETS, _WIDTH), 1) for first in (0, 1))
+    table[::_TOUCHED] = 1.0
+    own, other = (Rows(torch.arange(_FEW_ROWS) + first, torch.ones(_FEW_ROWS, _WIDTH), 1) for first in (0, 1))
     wire = other.packed(len(table))
 
     def merge() -> None:
@@ -148,7 +150,7 @@ def _rows() -> dict[str, float]:
 
 
 def _cold_seconds(action: Callable[[], object]) -> float:
-    """Core-seconds of this thread for an action whose code and data are in no cache; the median of several runs."""
+    """Core-seconds of this thread for an action whose code and data are in none of its core's own caches; a median."""
     others = torch.zeros(8 * _ELEMENTS)  # 32 MiB
     times = []
     for _ in range(_COLD):

@@ -34,9 +34,9 @@ from lightning_autosync.plan.pacing import (
     HEADROOM,
     LEAST_PART,
     PAYLOAD_SHARE,
-    Shares,
+    Need,
     pipeline_stretches,
-    sending_shares,
+    sending_needs,
 )
 from lightning_autosync.workload import Variable, Workload
 
@@ -52,8 +52,8 @@ def schedule(builder: str, cluster: ClusterSpec, workload: Workload = LARGE) -> 
 
 def paces_of(made: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
     """The paces of those connections that have one."""
-    shares = sending_shares(made, topology, rank)
-    return {peer: needs.pace for peer, needs in shares.items() if needs.pace is not None}
+    needs = sending_needs(made, topology, rank)
+    return {peer: need.pace for peer, need in needs.items() if need.pace is not None}
 
 
 def on_the_wire(made: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
@@ -176,12 +176,11 @@ def test_rows_keep_their_route() -> None:
     table = Workload(name="table", variables=(Variable(name="t", shape=(4000, 16), kind="row_sparse", rows=10),))
     made = schedule("packed_trees", cluster, table)
     assert paces_of(made, LinkGraph(cluster), 3) == {}
-    # They keep no more in flight than a dense message.
-    dense = Workload(name="dense", variables=(Variable(name="t", shape=(4000, 16)),))
-    alike = sending_shares(schedule("packed_trees", cluster, dense), LinkGraph(cluster), 3)
-    assert {peer: needs.needed for peer, needs in sending_shares(made, LinkGraph(cluster), 3).items()} == {
-        peer: pytest.approx(needs.needed, rel=0.05) for peer, needs in alike.items()
-    }
+    (message,) = made.messages
+    # Each transfer may have all rows. On its tree the leaf's link carries its rows and those of other ranks.
+    assert len(message.rounds[0].transfers) > 1
+    needs = sending_needs(made, LinkGraph(cluster), 3)
+    assert all(0.1 * 1e7 < need.rate / PAYLOAD_SHARE < 1e7 for need in needs.values())
 
 
 def test_ranks_of_one_node_share_no_link() -> None:
@@ -209,7 +208,7 @@ def test_the_kernel_holds_large_messages_back_and_lets_small_ones_pass(
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
     with one, other:
-        tune_connection(one, None, Shares(pace, pace))
+        tune_connection(one, None, Need(pace, pace))
         other.settimeout(10)
         payload = memoryview(bytes(size))
         start = time.monotonic()
@@ -243,11 +242,20 @@ def test_a_queue_holds_what_an_empty_link_carries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed", "bytes_held"), [(2.5e7, 50_500), (3e8, 202_000), (5e6, 32 * 1024), (1e6, 20_000), (1e5, 8 * 1024)]
+    ("rate", "paced", "bytes_held"),
+    [
+        (2.5e7, True, 50_500),
+        (5e6, True, 32 * 1024),
+        (1e6, True, 20_000),
+        (1e5, True, 8 * 1024),
+        (5e6, False, 100_000),
+        (2.5e7, False, 202_000),
+        (1e6, False, 20_000),
+    ],
 )
-def test_a_connection_that_needs_a_part_of_its_route_queues_its_part(needed: float, bytes_held: int) -> None:
+def test_a_connection_that_needs_a_part_of_its_route_queues_its_part(rate: float, paced: bool, bytes_held: int) -> None:
     connection = BusyConnection()
-    limit_queue(cast(socket.socket, connection), (1e8, 1e8), Shares(needed, needed))
+    limit_queue(cast(socket.socket, connection), (1e8, 1e8), Need(rate, rate if paced else None))
     assert connection.options == {socket.SO_SNDBUF: bytes_held}
 
 
@@ -257,26 +265,26 @@ def test_many_connections_over_a_slow_link_fit_into_its_queue() -> None:
     topology = LinkGraph(cluster)
     held = 0
     for rank in range(4):
-        for peer, needs in sending_shares(schedule("byteps", cluster), topology, rank).items():
+        for peer, need in sending_needs(schedule("byteps", cluster), topology, rank).items():
             connection = BusyConnection()
             rates = topology.bandwidth(rank, peer), topology.bandwidth(peer, rank)
-            limit_queue(cast(socket.socket, connection), rates, needs)
+            limit_queue(cast(socket.socket, connection), rates, need)
             held += connection.options[socket.SO_SNDBUF] if peer >= 4 else 0
-    assert held < 0.05 * topology.bandwidth(0, 4)
+    assert 2 * held < 0.1 * topology.bandwidth(0, 4)  # Linux doubles the sizes of buffers
 
 
-def test_a_transport_limits_queues_by_its_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited: list[Shares | None] = []
+def test_a_transport_limits_queues_by_its_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited: list[Need | None] = []
     for module in (connections, transport):
-        monkeypatch.setattr(module, "limit_queue", lambda _, __, shares: limited.append(shares))
+        monkeypatch.setattr(module, "limit_queue", lambda _, __, need: limited.append(need))
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
     peer = Peer(1)
-    needs = Shares(2.5e7, None)
-    made = Transport({peer: one}, {peer: (1e8, 1e8)}, {peer: needs})
+    need = Need(2.5e7, None)
+    made = Transport({peer: one}, {peer: (1e8, 1e8)}, {peer: need})
     with other:
         for step in (1, 2):
             made.submit(partial(made.send, peer, Frame(0, step, 0, 0, 0, 0), memoryview(b""), (0.0,)))
         made.close()
-    assert limited == [needs, needs]  # when it was opened, and before the second step
+    assert limited == [need, need]  # when it was opened, and before the second step

@@ -11,7 +11,7 @@ from clusters import two_interfaces
 from lightning_autosync.cluster import ClusterSpec, LinkGraph, resolve_cluster
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, TreeTransfer, builders, compile_plan
-from lightning_autosync.plan.pacing import HEADROOM, PAYLOAD_SHARE, pipeline_stretches, sending_shares
+from lightning_autosync.plan.pacing import HEADROOM, PAYLOAD_SHARE, pipeline_stretches, sending_needs
 from lightning_autosync.workload import Variable, Workload
 
 WORK = Workload(name="one", variables=(Variable(name="v", shape=(4_000_000,)),))
@@ -90,9 +90,7 @@ def test_connections_are_paced_by_what_they_share_with_those_of_other_interfaces
     made, links = compile_plan(plan, WORK, cluster), LinkGraph(cluster)
     for interface, rate in ((0, 1e7), (1, 4e7)):
         # Each of the root's three connections has a third of its link, but they share no link with the other interface.
-        shares = sending_shares(made, links, 0, interface)
+        needs = sending_needs(made, links, 0, interface)
         stretches = pipeline_stretches(made, 0, interface)
-        wire = {
-            peer: (needs.pace or 0.0) / PAYLOAD_SHARE / HEADROOM / stretches[peer] for peer, needs in shares.items()
-        }
+        wire = {peer: (need.pace or 0.0) / PAYLOAD_SHARE / HEADROOM / stretches[peer] for peer, need in needs.items()}
         assert wire == {peer: pytest.approx(rate / 3) for peer in (1, 2, 3)}

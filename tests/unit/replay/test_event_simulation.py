@@ -39,7 +39,7 @@ def sent(
         numpy.zeros(1),
     )
     one = numpy.zeros(1, dtype=numpy.int64)
-    connections = FrameConnections(one, one + 1, one, numpy.array([pace]), numpy.array([burst]), routes, 1, -1)
+    connections = FrameConnections(one, one + 1, one, numpy.array([pace]), numpy.array([burst]), routes, 65536.0, 1, -1)
     capacities = numpy.array([RATE, 1.0, 1.0])
     _, left, _ = simulate(nodes, graph, connections, capacities, numpy.zeros(3), numpy.zeros(3))
     return list(left[count:])
@@ -55,6 +55,13 @@ def test_a_frame_larger_than_a_burst_leaves_in_several() -> None:
     # Bursts begin after 0, 10 and 20 ms; the last one has 5 kB, so the next frame begins 5 ms later.
     left = sent([25e3, 10e3], [0.0, 0.0], [0.0, 0.0], pace=1e6, burst=10e3)
     assert left == pytest.approx([0.0205, 0.026])
+
+
+@pytest.mark.parametrize("size", [131072 * 1514 / 1448, 100e3, 123456.789, 1e6 / 3])
+def test_a_large_frame_leaves_in_sixteen_bursts(size: float) -> None:
+    # Each burst waits for the pace, and the last one takes its time on the link.
+    (left,) = sent([size], [0.0], [0.0], pace=1e6, burst=1e3)
+    assert left == pytest.approx(15 / 16 * size / 1e6 + size / 16 / RATE, rel=1e-6)
 
 
 def test_a_connection_without_a_pace_never_waits() -> None:

@@ -10,7 +10,7 @@ from clusters import two_interfaces
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.plan import Compressor, Schedule, SyncPlan, builders, compile_plan
-from lightning_autosync.plan.pacing import PAYLOAD_SHARE, sending_shares
+from lightning_autosync.plan.pacing import PAYLOAD_SHARE, sending_needs
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.replay.paces import Paces, bursts_of
 from lightning_autosync.workload import Variable, Workload
@@ -77,8 +77,8 @@ def check_paces(made: Schedule, work: Workload, spec: ClusterSpec) -> None:
         found[pair // spec.world_size][pair % spec.world_size] = PAYLOAD_SHARE * rate
     for row, rates in found.items():
         interface, rank = divmod(row, spec.world_size)
-        shares = sending_shares(made, LinkGraph(spec), rank, interface)
-        paces = {peer: needs.pace for peer, needs in shares.items() if needs.pace is not None}
+        needs = sending_needs(made, LinkGraph(spec), rank, interface)
+        paces = {peer: need.pace for peer, need in needs.items() if need.pace is not None}
         assert rates == pytest.approx(paces, rel=1e-2)
 
 
