@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
@@ -44,6 +44,8 @@ _LONGEST_WAIT = 20e-3
 """Seconds of data that a connection may hold to have `_LEAST_WINDOW` in flight, if it shares its route."""
 _FEWEST_BYTES = 8 * 1024
 """Bytes in flight of a connection that shares its route at least, however slow it is."""
+_LARGEST_SEGMENT = 64 * 1024
+"""Bytes of the largest segment that Linux puts together before it sends it."""
 _MAX_PACING_RATE = 47
 """Linux's SO_MAX_PACING_RATE, which the ``socket`` module does not name."""
 _ROUND_TRIP_OFFSET, _UNKNOWN_ROUND_TRIP = 148, 2**32 - 1
@@ -287,7 +289,9 @@ def listen_at(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
 
 
-def tune_connection(connection: socket.socket, rates: tuple[float, float] | None, need: Need | None = None) -> None:
+def tune_connection(
+    connection: socket.socket, rates: tuple[float, float] | None, need: Need | None = None
+) -> int | None:
     """Make a connection ready for frames: non-blocking, without Nagle's algorithm, with short queues.
 
     Args:
@@ -298,17 +302,20 @@ def tune_connection(connection: socket.socket, rates: tuple[float, float] | None
             kernel.
         need: what the connection needs of a route that it shares; None for all of it. The kernel enforces its pace
             (the first packet after a pause leaves at once), on Linux only.
+
+    Returns:
+        What `limit_queue` does.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_LIMIT)
-    limit_queue(connection, rates, need)
     if need is not None and need.pace is not None and sys.platform == "linux":
         connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", round(need.pace)))
+    return limit_queue(connection, rates, need)
 
 
-def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, need: Need | None = None) -> None:
+def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, need: Need | None = None) -> int | None:
     """Limit the send buffer to what the route holds, by the least round-trip time so far.
 
     A connection that is opened while gradients travel waits in the queues of their links. Its round trips then seem up
@@ -324,6 +331,10 @@ def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, ne
             would otherwise queue as much as if each had it alone. Urgent frames would wait behind all of that, and a
             queue that overflows loses packets: with `_LEAST_WINDOW` for each of sixteen connections between two racks,
             steps took 1.3 times as long.
+
+    Returns:
+        The bytes asked for on a connection that shares its route, where the kernel would exceed them unless data is
+        sent in blocks (see `Blocks`); else None.
     """
     round_trip = None if rates is None else _least_round_trip(connection)
     if rates is not None and round_trip is not None:
@@ -339,6 +350,44 @@ def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, ne
         # with its own automatic size.
         if window <= _largest_buffer():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, window)
+            if need is not None and window < _LARGEST_SEGMENT and sys.platform == "linux":
+                return window
+    return None
+
+
+class Blocks:
+    """Sends data of a connection in blocks, so that the kernel holds no more than its send buffer.
+
+    Linux appends data to the last segment of a connection, up to 64 KiB, without asking whether the send buffer has
+    room. It sends that much at once to a close peer, whatever the pace. So ten small messages over sixteen connections
+    between two racks overflowed the queue of their link: steps took 0.69 s in place of 0.49 s. After the end of a
+    record, the kernel begins another segment, and asks.
+
+    Attributes:
+        size: bytes of a block; None sends as much as the kernel takes.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self._open = 0
+
+    def send(self, connection: socket.socket, buffers: Sequence[memoryview]) -> int:
+        """Send the first bytes of ``buffers``; returns their number.
+
+        Raises:
+            OSError: nothing can be sent now, or the connection is lost.
+        """
+        if self.size is None:
+            return connection.sendmsg(buffers)
+        block, length = [], 0
+        for buffer in buffers:
+            block.append(buffer[: self.size - length])
+            length += len(block[-1])
+        # Small frames share a block.
+        ends = self._open + length >= self.size / 2
+        sent = connection.sendmsg(block, [], socket.MSG_EOR if ends else 0)
+        self._open = 0 if ends else self._open + sent
+        return sent
 
 
 def _seconds_in_flight(rate: float, back: float, round_trip: float) -> float:

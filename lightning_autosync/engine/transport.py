@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from lightning_autosync.engine.connections import limit_queue, over, tune_connection
+from lightning_autosync.engine.connections import Blocks, limit_queue, over, tune_connection
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.pacing import Need
 
@@ -95,6 +95,7 @@ class _Connection:
         self.socket = connection
         self.rates = rates
         self.need = need
+        self.blocks = Blocks(None)
         self.tuned = 1
         self.outbox: list[_Outgoing] = []
         self.outgoing: _Outgoing | None = None
@@ -139,7 +140,7 @@ class Transport:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
-            tune_connection(peer.socket, peer.rates, peer.need)
+            peer.blocks.size = tune_connection(peer.socket, peer.rates, peer.need)
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
         self._thread.start()
@@ -178,7 +179,7 @@ class Transport:
         connection = self._peers[peer]
         if connection.tuned < frame.step <= _TUNED_STEPS:
             connection.tuned = frame.step
-            limit_queue(connection.socket, connection.rates, connection.need)
+            connection.blocks.size = limit_queue(connection.socket, connection.rates, connection.need)
         heapq.heappush(connection.outbox, ((*urgency, self._counter), [header, payload], sent))
         if not connection.watching_writes:
             self._unwritten[peer] = connection
@@ -317,7 +318,7 @@ class Transport:
                 peer.outgoing = heapq.heappop(peer.outbox)
             _, buffers, sent = peer.outgoing
             try:
-                count = peer.socket.sendmsg(buffers)
+                count = peer.blocks.send(peer.socket, buffers)
             except BlockingIOError:
                 self._watch_writes(peer, True)
                 return

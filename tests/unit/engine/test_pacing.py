@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from fcntl import ioctl
 from functools import partial
+from termios import TIOCOUTQ
 from typing import cast
 
 import pytest
@@ -16,7 +19,7 @@ from clusters import shared_nodes, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph, resolve_cluster
 from lightning_autosync.engine import connections, transport
-from lightning_autosync.engine.connections import limit_queue, tune_connection
+from lightning_autosync.engine.connections import Blocks, limit_queue, tune_connection
 from lightning_autosync.engine.transport import Frame, Peer, Transport
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import (
@@ -288,3 +291,65 @@ def test_a_transport_limits_queues_by_its_needs(monkeypatch: pytest.MonkeyPatch)
             made.submit(partial(made.send, peer, Frame(0, step, 0, 0, 0, 0), memoryview(b""), (0.0,)))
         made.close()
     assert limited == [need, need]  # when it was opened, and before the second step
+
+
+class OneBlockAtATime:
+    """A socket that takes what it is given; it notes the length of each block, and whether a record ends there."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[int, bool]] = []
+        self.data = b""
+
+    def sendmsg(self, buffers: list[memoryview], ancillary: tuple[()] = (), flags: int = 0) -> int:
+        self.data += b"".join(buffers)
+        self.blocks.append((sum(map(len, buffers)), flags == socket.MSG_EOR))
+        return self.blocks[-1][0]
+
+
+def test_a_narrow_connection_sends_in_blocks() -> None:
+    connection, blocks = OneBlockAtATime(), Blocks(8000)
+    frames = [bytes([place]) * size for place, size in enumerate((20_000, 1000, 1000, 1000, 1000, 9000))]
+    for frame in frames:
+        buffers = [memoryview(b"head"), memoryview(frame)]
+        while buffers:
+            count = blocks.send(cast(socket.socket, connection), buffers)
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if buffers:
+                buffers[0] = buffers[0][count:]
+    assert connection.data == b"".join(b"head" + frame for frame in frames)
+    assert connection.blocks == [
+        (8000, True),
+        (8000, True),
+        (4004, True),
+        (1004, False),
+        (1004, False),
+        (1004, False),
+        (1004, True),
+        (8000, True),
+        (1004, False),
+    ]
+
+
+def test_only_narrow_connections_that_share_a_route_send_in_blocks() -> None:
+    def block(need: Need | None) -> int | None:
+        return limit_queue(cast(socket.socket, BusyConnection()), (1e8, 1e8), need)
+
+    assert block(Need(1e6, 1e6)) == block(Need(1e6, None)) == 20_000
+    assert block(None) is block(Need(5e7, 5e7)) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's segments")
+@pytest.mark.parametrize("blocks", [Blocks(8192), Blocks(None)])
+def test_the_kernel_takes_over_no_more_than_asked_for(blocks: Blocks) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    with one, other:
+        tune_connection(one, None, Need(1e3, 1e3))
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        with suppress(BlockingIOError):  # the first segments leave without a pace
+            while True:
+                blocks.send(one, [memoryview(bytes(100))])
+        held = struct.unpack("i", ioctl(one, TIOCOUTQ, bytes(4)))[0]
+    assert held < 3 * 8192 if blocks.size else held > 3 * 8192
