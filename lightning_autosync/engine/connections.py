@@ -41,9 +41,9 @@ _SMALLEST_WINDOW = 64 * 1024
 _LEAST_WINDOW = 32 * 1024
 """Bytes in flight of the slow direction of a route at least: with few packets, it would wait for acknowledgements."""
 _LONGEST_WAIT = 20e-3
-"""Seconds of data that a connection may hold to have `_LEAST_WINDOW` in flight, if it shares its route."""
+"""Seconds. A connection that shares its route has less than `_LEAST_WINDOW` in flight if sending that takes longer."""
 _FEWEST_BYTES = 8 * 1024
-"""Bytes in flight of a connection that shares its route at least, however slow it is."""
+"""Least bytes in flight of a connection that shares its route, however slow it is."""
 _LARGEST_SEGMENT = 64 * 1024
 """Bytes of the largest segment that Linux puts together before it sends it."""
 _MAX_PACING_RATE = 47
@@ -361,7 +361,7 @@ class Blocks:
     Linux appends data to the last segment of a connection, up to 64 KiB, without asking whether the send buffer has
     room. It sends that much at once to a close peer, whatever the pace. So ten small messages over sixteen connections
     between two racks overflowed the queue of their link: steps took 0.69 s in place of 0.49 s. After the end of a
-    record, the kernel begins another segment, and asks.
+    record (``MSG_EOR``), the kernel begins another segment, and asks.
 
     Attributes:
         size: bytes of a block; None sends as much as the kernel takes.

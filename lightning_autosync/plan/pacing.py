@@ -50,8 +50,8 @@ def sending_needs(schedule: Schedule, topology: LinkGraph, rank: int, interface:
     for the pace.
 
     A connection is left out if it may need its whole route, or stays inside a node, where no link is shared. It has no
-    pace if it needs less than `LEAST_PART` of its route. Neither has one over which a row-wise message travels, because
-    the number of rows is unknown. Its rate is that for equally many rows on all ranks, in any one of the transfers.
+    pace if it needs less than `LEAST_PART` of its route, or if a row-wise message travels over it, because the number
+    of rows is unknown. The rate for such a message assumes equally many rows on all ranks, all of them in one transfer.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -60,7 +60,7 @@ def sending_needs(schedule: Schedule, topology: LinkGraph, rank: int, interface:
     with_rows: set[int] = set()
     for message in schedule.messages:
         for round in message.rounds:
-            # Rows may all lie in the ranges of one transfer. Few rows travel over the first one only.
+            # All rows may lie in one transfer's range, and a few rows travel over the first transfer only.
             parts = [(one,) for one in round.transfers] if message.rows else [round.transfers]
             for arcs in (_arc_elements(part) for part in parts):
                 loads = _channel_elements(arcs, topology)
