@@ -120,6 +120,7 @@ class Engine:
         self._armed = self._unended = self._change_seen = False
         self._interruption = ""
         self._recorder: Recorder | None = None
+        self._timer: Callable[[int, int], None] | None = None
         self._pending: dict[int, MessageGradients] = {}
         self._finite = True
         self._watches_changes = False
@@ -305,6 +306,7 @@ class Engine:
     def trace(self, recorder: Recorder | None) -> None:
         """Let ``recorder`` time all steps from now on; None stops that. Do not call this during a backward pass."""
         self._recorder = recorder
+        self._timer = recorder.arrive if recorder is not None and recorder.times_gradients else None
         complete = None if recorder is None or not recorder.watches else recorder.complete
         for gradients in self._gradients:
             gradients.watch(None if complete is None else partial(complete, gradients.message.index))
@@ -384,7 +386,7 @@ class Engine:
         return self._resources
 
     def _hook(self, gradients: MessageGradients, place: int) -> Callable[..., None]:
-        arrive, graph = gradients.on_arrival(place), self._graph
+        arrive, graph, message = gradients.on_arrival(place), self._graph, gradients.message.index
 
         def on_gradient(*_: object) -> None:
             if not self.enabled:
@@ -395,6 +397,8 @@ class Engine:
                 self._arm()
             if graph is not None and not graph.arrived(gradients, place):
                 return
+            if self._timer is not None:
+                self._timer(message, place)
             arrive()
             gradients.missing -= 1
             if gradients.missing == 0:

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 
 Times = tuple[float | None, ...]
+Arrival = tuple[int, int, float]
+"""Index of a message in schedule order, place of one of its parameters, and the time of that one's gradient."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class StepTrace:
         overlapped: whether the backward pass ended without a wait, with messages under way.
         computing: CPU seconds of the thread that ran the backward pass, from ``forward`` to ``backward``, messages
             included, but not those of other threads that compute; None if unknown, as where another thread began it.
+        arrivals: when each gradient was complete, before it was packed, in this order; empty if the recorder did not
+            ask for it.
     """
 
     forward: float
@@ -41,6 +45,7 @@ class StepTrace:
     waits: tuple[tuple[float, float], ...] = ()
     overlapped: bool = False
     computing: float | None = None
+    arrivals: tuple[Arrival, ...] = ()
 
     @property
     def wait(self) -> float:
@@ -58,13 +63,14 @@ class Recorder:
         messages: number of messages in the schedule.
         watches: whether exchanges report when this rank has a sum. That costs CPU time for each message, because the
             backend's thread calls Python then.
+        times_gradients: whether each gradient has a time, not only each message. That costs a microsecond for each.
 
     Attributes:
-        watches: see above.
+        watches, times_gradients: see above.
     """
 
-    def __init__(self, messages: int, watches: bool = True) -> None:
-        self._count, self.watches = messages, watches
+    def __init__(self, messages: int, watches: bool = True, times_gradients: bool = False) -> None:
+        self._count, self.watches, self.times_gradients = messages, watches, times_gradients
         self.begin()
 
     def begin(self) -> None:
@@ -72,6 +78,7 @@ class Recorder:
         self._ready: list[float | None] = [None] * self._count
         self._started: list[float | None] = [None] * self._count
         self._completed: list[float | None] = [None] * self._count
+        self._arrivals: list[Arrival] = []
         self._forward: float | None = None
         self._backward = self._synchronized = 0.0
         self._waits: list[tuple[float, float]] = []
@@ -100,6 +107,7 @@ class Recorder:
             waits=tuple(self._waits),
             overlapped=self._overlapped,
             computing=self._computing,
+            arrivals=tuple(self._arrivals),
         )
 
     def end_forward(self) -> None:
@@ -133,6 +141,10 @@ class Recorder:
     def end_synchronization(self) -> None:
         """Mark the time at which every gradient holds its mean."""
         self._synchronized = self._now()
+
+    def arrive(self, message: int, place: int) -> None:
+        """Mark the time at which the gradient of a message's parameter is complete."""
+        self._arrivals.append((message, place, self._now()))
 
     def ready(self, message: int) -> None:
         """Mark the time at which the last gradient of a message is packed."""

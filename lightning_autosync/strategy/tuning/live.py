@@ -334,7 +334,8 @@ class LiveTuner:
         engine = self._engines[plan]
         self._used = plan
         self._use(plan, engine)
-        self._recorder = Recorder(len(engine.schedule.messages), self._watches)
+        asks = self._prices is not None and self._rank == 0 and self.passes < self._warm_up
+        self._recorder = Recorder(len(engine.schedule.messages), self._watches, times_gradients=asks)
         for other in self._engines.values():
             other.trace(self._recorder if other is engine else None)
 

@@ -6,10 +6,8 @@ import math
 import statistics
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
-
-import numpy
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
@@ -26,39 +24,33 @@ PATIENCE = 60.0
 def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[StepTrace], slowest: float) -> Workload:
     """The workload with the times of measured steps.
 
-    Each message tells when its last gradient was ready. Between two such times, gradients are taken to become ready in
-    proportion to their bytes. What lies between two steps (optimizer, data) counts as part of the forward pass.
+    A gradient that arrived in no step is taken to be ready at the end of the backward pass. What lies between two steps
+    (optimizer, data) counts as part of the forward pass.
 
     Args:
         workload: the parameters; its own times are not used.
         schedule: the schedule by which the steps were synchronized.
-        traces: the times of steps on this rank; medians count.
+        traces: the times of steps on this rank, with those of gradients; medians count.
         slowest: seconds of computation in a step of the slowest rank; the times of this rank are scaled to that.
     """
     forward = statistics.median(trace.forward for trace in traces)
     backward = statistics.median(trace.backward - trace.forward for trace in traces)
     if forward + backward <= 0:
         return workload
-    order = workload.ready_order
-    sizes = {variable.name: variable.bytes for variable in workload.variables}
-    passed = dict(zip(order, accumulate(sizes[name] for name in order), strict=True))
-    marks = {0: 0.0, workload.bytes: backward}
-    for message in schedule.messages:
-        times = [at - trace.forward for trace in traces if (at := trace.ready[message.index]) is not None]
-        if times:
-            place = max(passed[name] for name in message.variables)
-            marks[place] = max(marks.get(place, 0.0), min(statistics.median(times), backward))
-    places = sorted(marks)
-    ready = numpy.interp([passed[name] for name in order], places, list(accumulate((marks[at] for at in places), max)))
+    times = defaultdict[str, list[float]](list)
+    for trace in traces:
+        for message, place, at in trace.arrivals:
+            times[schedule.messages[message].variables[place]].append(at - trace.forward)
     factor = slowest / (forward + backward)
-    by_name = dict(zip(order, (factor * ready).tolist(), strict=True))
+    ready = {name: min(statistics.median(own), backward) for name, own in times.items()}
     return workload.model_copy(
         update={
             "forward_time": factor * forward,
             "backward_time": factor * backward,
             "optimizer_time": 0.0,
             "variables": tuple(
-                variable.model_copy(update={"ready": by_name[variable.name]}) for variable in workload.variables
+                variable.model_copy(update={"ready": factor * ready.get(variable.name, backward)})
+                for variable in workload.variables
             ),
         }
     )

@@ -86,6 +86,24 @@ def test_a_pass_that_waits_for_a_part_of_a_message_does_not_overlap(exchanged: b
     assert recorder.end().overlapped != exchanged
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_recorder_that_asks_has_the_time_of_each_gradient_in_the_order_of_the_backward_pass(asked: bool) -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    model = Workload(name="two", variables=tuple(Variable(name=name, shape=(3,)) for name in ("first", "second")))
+    recorder = Recorder(1, times_gradients=asked)
+    with pretended_job(2):
+        schedule = compile_plan(builders.all_reduce(model, PAIR), model, PAIR)
+        assert schedule.messages[0].variables == ("second", "first")
+        engine = Engine([("first", first), ("second", second)], schedule, watched=True)
+        engine.trace(recorder)
+        ((first * 2).exp() * second).sum().backward()
+        engine.close()
+    found = recorder.end()
+    assert [(message, place) for message, place, _ in found.arrivals] == ([(0, 0), (0, 1)] if asked else [])
+    times = [found.forward, *(at for *_, at in found.arrivals), found.backward]
+    assert times == sorted(times)
+
+
 def test_without_a_profiler_there_is_one_context_for_all_work() -> None:
     assert profiled("one", "pack") is profiled("other", "wait")
 

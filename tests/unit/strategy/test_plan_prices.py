@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.tracing import Recorder, StepTrace
+from lightning_autosync.engine.tracing import Arrival, Recorder, StepTrace
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.replay import Constants, Replay, overlapped_step_time, synchronization_bound
 from lightning_autosync.strategy.tuning import proposals
@@ -40,40 +41,40 @@ def schedule_of(workload: Workload = WORKLOAD, **sizes: int) -> Schedule:
     return compile_plan(builders.all_reduce(workload, PAIR, **sizes), workload, PAIR)
 
 
-def trace(forward: float, ready: tuple[float | None, ...], backward: float) -> StepTrace:
-    return StepTrace(forward, backward, backward + 0.1, backward + 0.1, ready, ready, ready)
+def trace(forward: float, arrivals: Sequence[Arrival], backward: float) -> StepTrace:
+    return StepTrace(forward, backward, backward + 0.1, backward + 0.1, (), (), (), arrivals=tuple(arrivals))
 
 
 def ready_of(workload: Workload) -> dict[str, float | None]:
     return {variable.name: variable.ready for variable in workload.variables}
 
 
-def test_gradients_are_ready_when_their_messages_were_and_in_proportion_to_bytes_between() -> None:
+def test_gradients_are_ready_when_they_arrived() -> None:
     schedule = schedule_of(first_bucket_bytes=12_000, bucket_bytes=12_000)  # c | b, a
     assert [message.variables for message in schedule.messages] == [("c",), ("b", "a")]
-    timed = timed_workload(WORKLOAD, schedule, [trace(1.0, (1.2, 1.5), 1.6)] * 3, slowest=1.6)
+    timed = timed_workload(WORKLOAD, schedule, [trace(1.0, [(0, 0, 1.2), (1, 1, 1.3), (1, 0, 1.5)], 1.6)] * 3, 1.6)
     assert timed.forward_time == pytest.approx(1.0)
     assert timed.backward_time == pytest.approx(0.6)
-    assert ready_of(timed) == pytest.approx({"c": 0.2, "b": 0.2 + 0.4 * 2 / 3, "a": 0.6})
+    assert ready_of(timed) == pytest.approx({"c": 0.2, "a": 0.3, "b": 0.5})
+    assert timed.ready_order == ("c", "a", "b")
 
 
 def test_medians_of_steps_count_and_the_slowest_rank_scales_them() -> None:
-    traces = [trace(1.0, (1.5,), 2.0), trace(1.0, (1.5,), 2.0), trace(9.0, (9.9,), 10.0)]
+    traces = [trace(1.0, [(0, 0, 1.5)], 2.0), trace(1.0, [(0, 0, 1.6)], 2.0), trace(9.0, [(0, 0, 9.9)], 10.0)]
     timed = timed_workload(WORKLOAD, schedule_of(), traces, slowest=4.0)
     assert (timed.forward_time, timed.backward_time) == pytest.approx((2.0, 2.0))
+    assert timed.variable("c").ready == pytest.approx(1.2)
 
 
-def test_messages_without_a_time_and_steps_without_computation_are_no_error() -> None:
-    schedule = schedule_of(first_bucket_bytes=12_000, bucket_bytes=12_000)
-    timed = timed_workload(WORKLOAD, schedule, [trace(1.0, (None, 1.6), 1.6)], slowest=1.6)
-    assert ready_of(timed) == pytest.approx({"c": 0.3, "b": 0.5, "a": 0.6})
-    assert timed_workload(WORKLOAD, schedule, [trace(0.0, (0.0, 0.0), 0.0)], slowest=0.0) == WORKLOAD
+def test_gradients_without_a_time_and_steps_without_computation_are_no_error() -> None:
+    timed = timed_workload(WORKLOAD, schedule_of(), [trace(1.0, [(0, 1, 1.2)], 1.6)], slowest=1.6)
+    assert ready_of(timed) == pytest.approx({"b": 0.2, "c": 0.6, "a": 0.6})
+    assert timed_workload(WORKLOAD, schedule_of(), [trace(0.0, [(0, 0, 0.0)], 0.0)], slowest=0.0) == WORKLOAD
 
 
-def test_times_never_exceed_the_backward_pass_and_never_fall() -> None:
-    schedule = schedule_of(first_bucket_bytes=12_000, bucket_bytes=12_000)
-    timed = timed_workload(WORKLOAD, schedule, [trace(1.0, (1.9, 1.2), 1.6)], slowest=1.6)
-    assert ready_of(timed) == pytest.approx({"c": 0.6, "b": 0.6, "a": 0.6})
+def test_times_never_exceed_the_backward_pass() -> None:
+    timed = timed_workload(WORKLOAD, schedule_of(), [trace(1.0, [(0, 0, 1.9), (0, 1, 1.2)], 1.6)], slowest=1.6)
+    assert ready_of(timed) == pytest.approx({"c": 0.6, "b": 0.2, "a": 0.6})
 
 
 def test_the_size_of_buckets_that_suits_the_computation_is_predicted_to_be_the_fastest() -> None:
@@ -82,7 +83,7 @@ def test_the_size_of_buckets_that_suits_the_computation_is_predicted_to_be_the_f
     plans = [builders.all_reduce(large, PAIR, first_bucket_bytes=size, bucket_bytes=size) for size in sizes]
     without = [Replay(large, PAIR).predict(compile_plan(plan, large, PAIR)).step_time for plan in plans]
     # Backward takes as long as the transfer: small messages hide most of it.
-    found = prices_of(large, plans, trace(0.01, tuple(0.01 + 0.02 * (n + 1) for n in range(16)), 0.33))
+    found = prices_of(large, plans, trace(0.01, [(n, 0, 0.01 + 0.02 * (n + 1)) for n in range(16)], 0.33))
     assert without[0] == pytest.approx(without[1], rel=0.01)
     assert found[0] < 0.7 * found[1]
 
@@ -110,7 +111,7 @@ def prices_of(workload: Workload, plans: list[SyncPlan], measured: StepTrace, *r
 def test_prices_with_overlap_are_those_of_steps_that_overlap() -> None:
     plans = [builders.byteps(WORKLOAD, PAIR, bucket_bytes=4000), builders.all_reduce(WORKLOAD, PAIR)]
     schedules = [compile_plan(plan, WORKLOAD, PAIR) for plan in plans]
-    measured = trace(0.001, (0.0015, 0.002, 0.003), 0.003)
+    measured = trace(0.001, [(0, 0, 0.0015), (1, 0, 0.002), (2, 0, 0.003)], 0.003)
     every = [*plans, *(plan.model_copy(update={"waits": True}) for plan in plans)]
     prices = PlanPrices(WORKLOAD, PAIR, Constants(), every, schedules[0], 60.0, overlaps=True)
     prices.start([measured], measured.backward)
@@ -137,25 +138,25 @@ ONE = [builders.all_reduce(WORKLOAD, PAIR)]
 
 def test_a_prediction_that_fails_is_told_and_gives_none() -> None:
     with pytest.warns(UserWarning, match="new ones failed: PredictorError: ClusterError: "):
-        assert prices_of(WORKLOAD, ONE, trace(1.0, (1.5,), 2.0), PREDICTOR, ClusterSpec.uniform(2)) == []
+        assert prices_of(WORKLOAD, ONE, trace(1.0, [(0, 0, 1.5)], 2.0), PREDICTOR, ClusterSpec.uniform(2)) == []
 
 
 def test_a_prediction_that_is_no_number_is_told_and_gives_none() -> None:
     broken = SimpleNamespace(predict=lambda *_: [math.nan])
     with pytest.warns(UserWarning, match="new ones failed: PredictorError: predicted seconds are"):
-        assert prices_of(WORKLOAD, ONE, trace(1.0, (1.5,), 2.0), broken) == []
+        assert prices_of(WORKLOAD, ONE, trace(1.0, [(0, 0, 1.5)], 2.0), broken) == []
 
 
 def test_predictions_end_when_they_take_too_long_and_that_is_told() -> None:
     told = "new ones failed: PredictorError: they took more CPU time than tuning.search allows (0 s)"
     with pytest.warns(UserWarning, match=re.escape(told)):
-        assert prices_of(WORKLOAD, ONE * 1000, trace(1.0, (1.5,), 2.0), PREDICTOR, PAIR, 0.0) == []
+        assert prices_of(WORKLOAD, ONE * 1000, trace(1.0, [(0, 0, 1.5)], 2.0), PREDICTOR, PAIR, 0.0) == []
 
 
 def test_predictions_that_are_stopped_end_their_process_and_say_nothing() -> None:
     own = Predictor()
     prices = new_prices(WORKLOAD, ONE * 3000, own, PAIR, 600.0)
-    prices.start([trace(1.0, (1.5,), 2.0)], 2.0)
+    prices.start([trace(1.0, [(0, 0, 1.5)], 2.0)], 2.0)
     assert prices.wait(0.2) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
