@@ -72,7 +72,7 @@ def answer(order: Mapping[str, Any]) -> dict[str, Any]:
     from lightning_autosync.search.selection import rank_plans
 
     ranked = rank_plans(workload, cluster, constants=constants, **order["options"])
-    return {"plans": [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.origin} for each in ranked]}
+    return {"plans": [{**vars(each), "plan": each.plan.to_dict()} for each in ranked]}
 
 
 def _predict(

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from random import Random
@@ -18,14 +18,14 @@ import numpy
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, PlanError
-from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
+from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders, compile_plan
 from lightning_autosync.plan.builders.default import DDP_BUCKET, DDP_BUCKETS, LINK_BUCKET, link_method, native_sizes
 from lightning_autosync.plan.builders.grouping import MIB
 from lightning_autosync.plan.builders.rows import place_rows, serve_rows
 from lightning_autosync.plan.space import Block, Domain, Genome, PlanSpace
 from lightning_autosync.plan.space.domains import JOIN
 from lightning_autosync.plan.topologies import method as find_method
-from lightning_autosync.replay import Constants, warm_up
+from lightning_autosync.replay import Constants, Replay, synchronization_bound, warm_up
 from lightning_autosync.search.features import Floats, squared_distance
 from lightning_autosync.search.population import Candidate, Population
 from lightning_autosync.workload import Workload
@@ -37,6 +37,8 @@ _GROWN, _REFINED = 24, 12
 """New points and refinements of a generation."""
 _SIMULATED = 4
 """Candidates of a generation whose frames are simulated."""
+_SEARCHING = 0.8
+"""Share of the time for the search; in the rest, the plans that it found are predicted once more."""
 _LEAST_GENERATIONS = 9
 """Generations before a search may end early."""
 _GAIN = 0.003
@@ -46,6 +48,8 @@ _DISTANCE = 0.1
 
 _SIZES: tuple[dict[str, int], ...] = ({}, {"bucket_bytes": LINK_BUCKET})
 """Sizes of messages with which each builder is tried, the first its own."""
+
+_ALL_REDUCE = "all_reduce"
 
 _NATIVE = {
     DDP_BUCKETS: {"bucket_bytes": DDP_BUCKET},
@@ -64,11 +68,14 @@ class PredictedPlan:
     Attributes:
         seconds: predicted seconds of a step; NaN if the rates of the links are unknown.
         origin: name of the plan's builder, or ``search``.
+        balanced: the same with a computation that lasts as long as gradients need on the links, if the workload has
+            none; None if there was no time to predict it.
     """
 
     plan: SyncPlan
     seconds: float
     origin: str
+    balanced: float | None
 
 
 def rank_plans(
@@ -106,7 +113,8 @@ def rank_plans(
         compression: whether compressed plans may be proposed.
         exclude: topologies that no message may use, such as ``shared_memory`` if the ranks cannot share memory.
         native_only: whether dense messages may use only the backend's collectives, two-level ones included, as on GPUs.
-        overlaps: whether steps overlap with the next forward pass (``overlap="step"``), and are predicted so.
+        overlaps: whether steps overlap with the next forward pass (``overlap="step"``), and are predicted so. A
+            workload without computation is then taken to compute as long as gradients need on the links.
         seed: seed of all random draws.
         clock: gives seconds.
 
@@ -118,23 +126,53 @@ def rank_plans(
     searches = cluster.world_size > 1 and cluster.measured
     if searches:
         warm_up()
-    budget = _Budget(clock, seconds)
+    costs = constants or Constants()
+    if overlaps and searches:
+        workload = _balanced(workload, cluster, synchronization_bound(workload, cluster, costs.framing, costs.burst))
+    budget = _Budget(clock, seconds if _computes(workload) else _SEARCHING * seconds)
     semantics: Semantics = "compressed" if compression else "exact"
     space = _SelectionSpace(workload, cluster, semantics, exclude, native_only, bucket_bytes)
-    population = Population(space, constants or Constants(), _POPULATION, native_only, budget.is_spent, overlaps)
+    population = Population(space, costs, _POPULATION, native_only, budget.is_spent, overlaps)
     selection = _Selection(space, population, budget, keep, Random(seed))
     selection.add_defaults()
     if searches:
         selection.search(refine=bucket_bytes is None)
-    return selection.result()
+    found = selection.result()
+    if _computes(workload) or not searches:
+        return [replace(each, balanced=each.seconds) for each in found]
+    workload = _balanced(workload, cluster, found[0].seconds)
+    replay, steps = Replay(workload, cluster, costs), dict[int, float]()
+    budget = _Budget(clock, budget.begun + seconds - clock())
+    for place in sorted(range(len(found)), key=lambda place: not found[place].origin.startswith(_ALL_REDUCE)):
+        if budget.is_spent():
+            break
+        schedule = compile_plan(found[place].plan, workload, cluster, two_level_collectives=native_only)
+        steps[place] = replay.predict(schedule).step_time
+    return [replace(each, balanced=steps.get(place)) for place, each in enumerate(found)]
+
+
+def _computes(workload: Workload) -> bool:
+    return workload.forward_time + workload.backward_time > 0
+
+
+def _balanced(workload: Workload, cluster: ClusterSpec, seconds: float) -> Workload:
+    """The workload; if its computation is unknown, that is taken to last so many seconds, on the slowest node.
+
+    A job chooses its first plan before it knows its computation. Without any, no message could travel beside it. The
+    backward pass takes two thirds of the time.
+    """
+    if _computes(workload):
+        return workload
+    passes = seconds * min(node.speed for node in cluster.nodes)
+    return workload.model_copy(update={"forward_time": passes / 3, "backward_time": 2 * passes / 3})
 
 
 class _Budget:
-    """The time of a search."""
+    """The time of a search, from ``begun``."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock = clock
-        self._last = clock()
+        self._last = self.begun = clock()
         self._end = self._last + seconds
 
     def is_spent(self) -> bool:
@@ -240,8 +278,8 @@ class _Selection:
             if space.sizes_are_free:
                 native |= {f" ({name})": sizes for name, sizes in _NATIVE.items()}
         for name, sizes in native.items():
-            plan = space.built("all_reduce", **sizes)
-            self._always.add(self._add_built(f"all_reduce{name}", plan).signature)
+            plan = space.built(_ALL_REDUCE, **sizes)
+            self._always.add(self._add_built(f"{_ALL_REDUCE}{name}", plan).signature)
         for one in list(self._population.candidates.values()):
             self._simulate(one)
 
@@ -272,6 +310,7 @@ class _Selection:
                 one.plan,
                 math.exp(self._estimate(one)) if measured else math.nan,
                 self._builders.get(one.signature, SEARCHED),
+                None,
             )
             for one in self._different(known)
         ]

@@ -40,12 +40,15 @@ class Alternative:
         name: name for people.
         predicted: predicted seconds of its synchronization; of a step, once the computation is known.
         native: whether it is the plan of DDP.
+        balanced: predicted seconds of a step whose computation lasts as long as gradients need on the links; None if
+            that was not predicted.
     """
 
     plan: SyncPlan
     name: str
     predicted: float
     native: bool = False
+    balanced: float | None = None
 
     def waiting(self) -> Alternative:
         """The same, but steps wait at the end of the backward pass, also with ``overlap="step"``."""

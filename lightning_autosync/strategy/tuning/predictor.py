@@ -51,7 +51,7 @@ class Predictor:
     def search(
         self, workload: Workload, cluster: ClusterSpec, constants: Constants, **options: Any
     ) -> list[dict[str, Any]]:
-        """Plans with ``plan``, predicted ``seconds`` and ``origin``, as plain data; arguments as for `rank_plans`.
+        """The fields of each `PredictedPlan` as plain data; arguments as for `rank_plans`.
 
         Raises:
             MissingPackageError: the package for simulations is not installed.

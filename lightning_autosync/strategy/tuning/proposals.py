@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders.default import DDP_BUCKETS, cores_limit
-from lightning_autosync.replay import Constants, synchronization_bound
+from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.choice import CORES_LIMIT, LEAST_GAIN, plans_by_formula, synchronization_times
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative
@@ -167,7 +168,7 @@ def search_plans(
         links: hosts and links of the job.
         bucket_bytes: bytes of a fused message; None leaves sizes to builders and search.
         overlaps: whether steps overlap with the next forward pass (``overlap="step"``). Plans are then compared by the
-            time of such a step; see `balanced_workload`.
+            time of such a step.
 
     Raises:
         MissingPackageError: the replay's package numba is not installed.
@@ -175,26 +176,9 @@ def search_plans(
     # Late: numba takes long to import.
     from lightning_autosync.search.selection import rank_plans
 
-    ranked = rank_plans(
-        balanced_workload(workload, links) if overlaps else workload,
-        links.cluster,
-        constants=links.constants,
-        **_search_options(tuning, bucket_bytes, overlaps),
-    )
-    return _marked([Alternative(each.plan, each.origin, each.seconds) for each in ranked])
-
-
-def balanced_workload(workload: Workload, links: JobLinks) -> Workload:
-    """The workload; if its computation is unknown, that is taken to last as long as gradients need on the links.
-
-    A job chooses its first plan before it knows its computation. Without any, no step could overlap with it. The
-    backward pass takes two thirds of the time.
-    """
-    if workload.forward_time + workload.backward_time > 0 or not links.cluster.measured:
-        return workload
-    seconds = synchronization_bound(workload, links.cluster, links.constants.framing, links.constants.burst)
-    passes = seconds * min(node.speed for node in links.cluster.nodes)
-    return workload.model_copy(update={"forward_time": passes / 3, "backward_time": 2 * passes / 3})
+    options = _search_options(tuning, bucket_bytes, overlaps)
+    ranked = rank_plans(workload, links.cluster, constants=links.constants, **options)
+    return _marked([Alternative(each.plan, each.origin, each.seconds, balanced=each.balanced) for each in ranked])
 
 
 def _search_options(tuning: TuningSettings, bucket_bytes: int | None, overlaps: bool) -> dict[str, Any]:
@@ -209,19 +193,22 @@ def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tun
     """
     overlaps = settings.overlap is not None
 
-    def search(model: Workload, overlaps: bool) -> list[dict[str, Any]]:
+    def search(overlaps: bool) -> list[dict[str, Any]]:
         options = _search_options(tuning, settings.bucket_bytes, overlaps)
-        return PREDICTOR.search(model, links.cluster, links.constants, **options)
+        return PREDICTOR.search(workload, links.cluster, links.constants, **options)
 
     try:
-        plans = search(balanced_workload(workload, links) if overlaps else workload, overlaps)
-        waiting = search(workload, False) if overlaps else []
+        plans = search(overlaps)
+        waiting = search(False) if overlaps else []
         return {"plans": plans, "waiting": waiting, "remark": "", "overlaps": overlaps}
     except MissingPackageError as error:
         cost = links.constants.shared_host_cost(links.cluster.world_size)
         formulas = plans_by_formula(workload, links.cluster, settings.bucket_bytes, cost)
         found = sorted(formulas, key=lambda each: each.seconds)
-        plans = [{"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.builder} for each in found]
+        plans = [
+            {"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.builder, "balanced": None}
+            for each in found
+        ]
         remark = f". These times are from formulas. {error}"
         return {"plans": plans, "waiting": plans if overlaps else [], "remark": remark, "overlaps": False}
 
@@ -267,7 +254,8 @@ the computation, which takes the cores from messages: plans that were predicted 
 
 
 def _alternative(found: dict[str, Any]) -> Alternative:
-    return Alternative(SyncPlan.from_dict(found["plan"], source="rank 0's search"), found["origin"], found["seconds"])
+    plan = SyncPlan.from_dict(found["plan"], source="rank 0's search")
+    return Alternative(plan, found["origin"], found["seconds"], balanced=found["balanced"])
 
 
 def _marked(plans: Sequence[Alternative]) -> list[Alternative]:
@@ -279,19 +267,26 @@ def _marked(plans: Sequence[Alternative]) -> list[Alternative]:
 def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool = False) -> Proposals:
     """The plans with the one to begin with first.
 
+    It is predicted to be (almost) the fastest if only links count, and among such plans the fastest beside a
+    computation that lasts as long as gradients need on the links, because the job's own computation is unknown.
+
     Args:
         ranked: plans as from `search_plans`.
         links: the links for which they were predicted.
         overlaps: whether their times are those of steps that overlap with the next forward pass.
     """
     best, ddp = ranked[0], next(each for each in ranked if each.native)
-    native = next(each for each in ranked if each.name.startswith(NATIVE))
-    if overlaps:  # the search fits plans to a computation that is assumed, and builders do not
-        near = (each for each in ranked if each.predicted < LEAST_GAIN * best.predicted)
-        best = next((each for each in near if each.name != SEARCHED), best)
-    # Without overlap, the computation is unknown here, and with it what smaller buckets would gain.
-    usual = native if overlaps and ddp.predicted > LEAST_GAIN * native.predicted else ddp
-    first = best if native.predicted > LEAST_GAIN * best.predicted else usual
+    natives = [each for each in ranked if each.name.startswith(NATIVE)]
+    native = natives[0]
+    near = [each for each in ranked if each.predicted < LEAST_GAIN * best.predicted]
+    # With overlap, the search fits plans to a computation that is assumed, and builders do not.
+    unfitted = [each for each in near if each.name != SEARCHED] if overlaps else near
+    best = min(unfitted, key=_balanced, default=best)
+    usual = min(natives, key=_balanced)
+    if ddp.balanced is None or ddp.balanced <= LEAST_GAIN * _balanced(usual):
+        usual = ddp
+    faster = native.predicted > LEAST_GAIN * best.predicted
+    first = best if faster else usual
     cost = links.constants.shared_host_cost(links.cluster.world_size)
     sized = links.cluster.measured and ddp.name == DDP  # the user left the sizes of messages to the search
     large = sized and not overlaps and cores_limit(links.cluster, cost)
@@ -308,14 +303,23 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     found = "a plan that the search found" if best.name == SEARCHED else best.name
     if large:
         reason = f"a native all-reduce in large messages, because {CORES_LIMIT}; the best is {found}, {times}"
-    elif first is best:
+    elif faster:
         reason = f"{found}, {times}"
     else:
-        buckets = (
-            "DDP's fused native all-reduce" if first is ddp else "a native all-reduce in buckets sized for the links"
-        )
         reason = (
-            f"{buckets}, because no plan is predicted to be more than 5% faster than a native all-reduce; the best is "
-            f"{found}, {times}"
+            f"{_native_text(first)}, because no plan is predicted to be more than 5% faster than a native all-reduce; "
+            f"the best is {found}, {times}"
         )
     return Proposals([first, *(each for each in ranked if each is not first)], reason)
+
+
+def _balanced(plan: Alternative) -> float:
+    return math.inf if plan.balanced is None else plan.balanced
+
+
+def _native_text(plan: Alternative) -> str:
+    """A native all-reduce in words that say which buckets it has."""
+    if plan.native:
+        return "DDP's fused native all-reduce"
+    size = plan.name.removeprefix(NATIVE).strip(" ()")
+    return f"a native all-reduce in buckets {f'of {size}' if size else 'sized for the links'}"

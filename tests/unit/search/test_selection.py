@@ -18,7 +18,7 @@ from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
 from lightning_autosync.plan.builders.rows import serve_rows
-from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.replay import Constants, Replay, synchronization_bound
 from lightning_autosync.search import population, selection
 from lightning_autosync.search.features import PlanFeatures, squared_distance
 from lightning_autosync.search.selection import SEARCHED, PredictedPlan, rank_plans
@@ -128,6 +128,29 @@ def test_a_step_may_take_no_time() -> None:
     instant = LAYERS.model_copy(update={"forward_time": 0.0, "backward_time": 0.0})
     (only,) = ranked(instant, ClusterSpec.uniform(1), constants=Constants.ideal())
     assert only.seconds == pytest.approx(0.0, abs=1e-9)
+
+
+UNKNOWN = LAYERS.model_copy(update={"forward_time": 0.0, "backward_time": 0.0})
+
+
+def test_an_unknown_computation_is_taken_to_last_as_long_as_the_links_need() -> None:
+    found = ranked(UNKNOWN)
+    best = found[0].seconds
+    computing = UNKNOWN.model_copy(update={"forward_time": best / 3, "backward_time": 2 * best / 3})
+    assert [one.balanced for one in found] == pytest.approx([seconds(one.plan, computing) for one in found])
+    overlapping = ranked(UNKNOWN, overlaps=True)
+    wire = synchronization_bound(UNKNOWN, STAR, Constants().framing, Constants().burst)
+    assumed = UNKNOWN.model_copy(update={"forward_time": wire / 3, "backward_time": 2 * wire / 3})
+    assert overlapping == ranked(assumed, overlaps=True)
+    assert all(one.balanced == one.seconds for one in overlapping)
+
+
+def test_a_known_computation_is_not_assumed(found: list[PredictedPlan]) -> None:
+    assert all(one.balanced == one.seconds for one in found)
+
+
+def test_plans_for_which_there_was_no_time_have_no_second_prediction() -> None:
+    assert [one.balanced for one in ranked(UNKNOWN, seconds=0.0)] == [None, None]
 
 
 def test_excluded_topologies_take_no_part(found: list[PredictedPlan]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import Arrival, Recorder, StepTrace
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
-from lightning_autosync.replay import Constants, Replay, overlapped_step_time, synchronization_bound
+from lightning_autosync.replay import Constants, Replay, overlapped_step_time
 from lightning_autosync.strategy.tuning import proposals
 from lightning_autosync.strategy.tuning.predictor import PREDICTOR, Predictor
 from lightning_autosync.strategy.tuning.prices import PlanPrices, computing_cores, timed_workload
@@ -123,16 +123,6 @@ def test_prices_with_overlap_are_those_of_steps_that_overlap() -> None:
     assert all(one < other for one, other in zip(expected, waiting, strict=True))
 
 
-def test_an_unknown_computation_is_taken_to_last_as_long_as_the_links_need() -> None:
-    links = proposals.JobLinks(PAIR, Constants())
-    found = proposals.balanced_workload(WORKLOAD, links)
-    wire = synchronization_bound(WORKLOAD, PAIR, Constants().framing, Constants().burst)
-    assert (found.forward_time, found.backward_time) == pytest.approx((wire / 3, 2 * wire / 3))
-    assert proposals.balanced_workload(found, links) is found
-    unknown = proposals.JobLinks(ClusterSpec.uniform(2), Constants())
-    assert proposals.balanced_workload(WORKLOAD, unknown) is WORKLOAD
-
-
 ONE = [builders.all_reduce(WORKLOAD, PAIR)]
 
 
@@ -180,10 +170,12 @@ def test_a_job_that_may_overlap_also_has_the_plans_of_one_that_waits(monkeypatch
     monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
     plans = {name: builders.build(name, WORKLOAD, PAIR).to_dict() for name in ("byteps", "ps", "all_reduce")}
 
-    def search(workload: Workload, *_: Any, overlaps: bool, **__: Any) -> list[dict[str, Any]]:
-        assert overlaps == (workload.forward_time > 0)
+    def search(*_: Any, overlaps: bool, **__: Any) -> list[dict[str, Any]]:
         best = "byteps" if overlaps else "ps"
-        return [{"plan": plans[name], "seconds": 1.0 + (name != best), "origin": name} for name in (best, "all_reduce")]
+        return [
+            {"plan": plans[name], "seconds": 1.0 + (name != best), "origin": name, "balanced": 1.0}
+            for name in (best, "all_reduce")
+        ]
 
     monkeypatch.setattr(PREDICTOR, "search", search)
     settings: Any = SimpleNamespace(tuning=TuningSettings(), bucket_bytes=None, overlap="step", timeout=1.0)
@@ -197,30 +189,57 @@ def test_a_job_that_may_overlap_also_has_the_plans_of_one_that_waits(monkeypatch
     ]
 
 
+def alternatives(prices: dict[str, tuple[float, float | None]]) -> list[proposals.Alternative]:
+    """Plans by name with their predictions without and with an assumed computation."""
+    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
+    made = [proposals.Alternative(plan, name, one, balanced=other) for name, (one, other) in prices.items()]
+    return proposals._marked(made)
+
+
+MIB_1 = f"{proposals.NATIVE} (1 MiB)"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
-    ("searched", "ddp", "first", "with_overlap"),
+    ("searched", "ddp", "first", "reason"),
     [
-        (0.97, 1.04, proposals.DDP, proposals.DDP),
-        (0.97, 1.06, proposals.DDP, proposals.NATIVE),
-        (0.9, 1.06, "search", "search"),
+        (0.97, 1.94, proposals.DDP, "DDP's fused native all-reduce"),
+        (0.97, 1.96, MIB_1, "a native all-reduce in buckets of 1 MiB"),
+        (0.97, None, proposals.DDP, "DDP's fused native all-reduce"),
+        (0.9, 1.96, "search", "a plan that the search found"),
     ],
 )
 def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
-    searched: float, ddp: float, first: str, with_overlap: str
+    searched: float, ddp: float | None, first: str, reason: str, overlaps: bool
 ) -> None:
     """If no plan is predicted 5% faster than a native all-reduce, the job begins with one.
 
-    Its buckets are those of DDP. With overlap, those sized for the links come first if they are predicted to be more
-    than 5% faster.
+    Its buckets are those of DDP, unless others are predicted to be more than 5% faster beside a computation.
     """
-    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
-    prices = {"search": searched, proposals.NATIVE: 1.0, proposals.DDP: ddp}
-    ranked = proposals._marked([proposals.Alternative(plan, name, seconds) for name, seconds in prices.items()])
-    links = proposals.JobLinks(PAIR, Constants())
-    found = proposals.order_plans(ranked, links).plans
-    assert found[0].name == first
-    assert [each.name for each in found if each.native] == [proposals.DDP]
-    assert proposals.order_plans(ranked, links, overlaps=True).plans[0].name == with_overlap
+    found = proposals.order_plans(
+        alternatives(
+            {
+                "search": (searched, 1.8),
+                proposals.NATIVE: (1.0, 1.9),
+                MIB_1: (1.0, 1.86),
+                proposals.DDP: (1.0, ddp),
+            }
+        ),
+        proposals.JobLinks(PAIR, Constants()),
+        overlaps,
+    )
+    assert found.plans[0].name == first
+    assert found.reason.startswith(reason)
+    assert [each.name for each in found.plans if each.native] == [proposals.DDP]
+
+
+@pytest.mark.parametrize(("later", "first"), [(1.04, "late"), (1.06, "search"), (None, "search")])
+def test_a_job_begins_with_the_plan_that_suits_a_computation_among_those_that_are_about_as_fast(
+    later: float | None, first: str
+) -> None:
+    prices = {"search": (1.0, 2.0), "late": (1.04 if later is None else later, later and 1.9)}
+    ranked = alternatives({**prices, proposals.NATIVE: (1.4, 2.4)})
+    assert proposals.order_plans(ranked, proposals.JobLinks(PAIR, Constants())).plans[0].name == first
 
 
 def test_a_job_begins_with_large_messages_where_shared_cores_are_the_limit() -> None:
