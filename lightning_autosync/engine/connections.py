@@ -25,7 +25,7 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.engine.waiting import watched_wait
 from lightning_autosync.errors import ExchangeError, OpeningError
-from lightning_autosync.plan.pacing import UNSENT_LIMIT, Need
+from lightning_autosync.plan.pacing import UNSENT_LIMIT, Need, send_buffers
 from lightning_autosync.ports import with_free_port
 
 CONNECT_TIMEOUT = 120.0
@@ -34,16 +34,6 @@ _HANDSHAKE_TIMEOUT = 10.0
 """Seconds that one caller may take to identify itself; handshakes run concurrently."""
 _POLL_INTERVAL = 0.1
 """Seconds between checks of this rank's own calls."""
-_SLACK = 2e-3
-"""Seconds of data in flight beyond the round trip, because a busy host acknowledges late."""
-_SMALLEST_WINDOW = 64 * 1024
-"""Bytes in flight of a slow connection, so that it does not wake its sender too often (see `_seconds_in_flight`)."""
-_LEAST_WINDOW = 32 * 1024
-"""Bytes in flight of the slow direction of a route at least: with few packets, it would wait for acknowledgements."""
-_LONGEST_WAIT = 20e-3
-"""Seconds. A connection that shares its route has less than `_LEAST_WINDOW` in flight if sending that takes longer."""
-_FEWEST_BYTES = 8 * 1024
-"""Least bytes in flight of a connection that shares its route, however slow it is."""
 _LARGEST_SEGMENT = 64 * 1024
 """Bytes of the largest segment that Linux puts together before it sends it."""
 _MAX_PACING_RATE = 47
@@ -321,16 +311,10 @@ def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, ne
     A connection that is opened while gradients travel waits in the queues of their links. Its round trips then seem up
     to several hundred times as long as they are. After the first step the least one is that of an empty link.
 
-    Linux doubles the size that it is asked for, to allow for its own data beside the payload. So a connection has up to
-    twice as many bytes in flight as stated here.
-
     Args:
         connection: a connected TCP socket.
         rates: bytes/s on the wire of the route and of the route back; None changes nothing.
-        need: what the connection needs of a route that it shares; None for all of it. Connections that share a link
-            would otherwise queue as much as if each had it alone. Urgent frames would wait behind all of that, and a
-            queue that overflows loses packets: with `_LEAST_WINDOW` for each of sixteen connections between two racks,
-            steps took 1.3 times as long.
+        need: what the connection needs of a route that it shares; None for all of it. See `send_buffers`.
 
     Returns:
         The bytes asked for on a connection that shares its route, where the kernel would exceed them unless data is
@@ -338,14 +322,8 @@ def limit_queue(connection: socket.socket, rates: tuple[float, float] | None, ne
     """
     round_trip = None if rates is None else _least_round_trip(connection)
     if rates is not None and round_trip is not None:
-        seconds = _seconds_in_flight(*rates, round_trip)
-        rate, least = rates[0], _LEAST_WINDOW
-        if need is not None:
-            # Without a pace, a connection may send more than its share at times.
-            most = _LEAST_WINDOW if need.pace is not None else max(_LEAST_WINDOW, int(rate * seconds))
-            rate = need.rate
-            least = min(most, max(_FEWEST_BYTES, int(rate * _LONGEST_WAIT)))
-        window = max(least, int(rate * seconds))
+        needed, paced = (math.inf, False) if need is None else (need.rate, need.pace is not None)
+        window = int(send_buffers(*rates, round_trip, needed, paced))
         # The kernel silently reduces a larger window to its limit, which would underuse the route. It then does better
         # with its own automatic size.
         if window <= _largest_buffer():
@@ -388,24 +366,6 @@ class Blocks:
         sent = connection.sendmsg(block, [], socket.MSG_EOR if ends else 0)
         self._open = 0 if ends else self._open + sent
         return sent
-
-
-def _seconds_in_flight(rate: float, back: float, round_trip: float) -> float:
-    """Seconds in which a route carries what a connection has in flight; the same in both directions.
-
-    If one direction had more, it would delay the acknowledgements of the other one, which would then not fill its link.
-    So a direction has less than `_SMALLEST_WINDOW` in flight where the way back is more than twice as fast; otherwise
-    the way back would need a long queue. If directions differ more than fourfold, the slow one has `_LEAST_WINDOW`
-    (less if it shares its route with many).
-    (Three ranks on links of up to 1 : 4 reached 83% of their bound with `_SMALLEST_WINDOW` in each direction, and 90%
-    with equal seconds.)
-
-    Args:
-        rate, back: bytes/s of the route and of the route back.
-        round_trip: seconds.
-    """
-    enough = min(_SMALLEST_WINDOW / min(rate, back), 2 * _SMALLEST_WINDOW / max(rate, back))
-    return max(round_trip + _SLACK, enough)
 
 
 def _largest_buffer() -> float:

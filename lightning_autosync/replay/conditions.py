@@ -92,7 +92,7 @@ def stage_conditions(
     for each in classes:
         if each.host_work is not None:
             conditions = _with_host_work(conditions, each.host_work, each.ranks, network)
-    nothing = Paces(numpy.zeros(0, dtype=numpy.int64), numpy.zeros(0))
+    nothing = Paces.none()
     if len(classes) == 1:
         return conditions, nothing
     paces = Paces.of(stages, loads, trees, network)

@@ -73,7 +73,7 @@ class FrameConnections(NamedTuple):
         route: [connections] index into ``routes``.
         pace: [connections] most bytes/s that the sender gives the connection; infinite without a limit.
         burst: [connections] bytes that a connection with a pace sends at once; infinite without a pace.
-        unsent: bytes that the kernel takes over ahead on a connection.
+        unsent: [connections] bytes that the kernel takes over ahead.
         hosts: channel index of the first host.
         shared: channel index of the shared cores; -1 for none.
     """
@@ -84,7 +84,7 @@ class FrameConnections(NamedTuple):
     pace: Floats
     burst: Floats
     routes: Routes
-    unsent: float
+    unsent: Floats
     hosts: int
     shared: int
 
@@ -101,7 +101,7 @@ class _State(NamedTuple):
         head: [connections] first of the queued frames, which are in no order; -1 for none.
         first, last: [connections] first and last of the frames that the kernel has taken over, in the order in which
             they leave; ``first`` is -1 for none.
-        unsent: [connections] bytes of those frames, all of the first one included.
+        unsent: [connections] bytes of those frames, without those that have left or are leaving in the present burst.
         current: [connections] frame that is being sent: the first one, or -1 for none.
         left: [connections] bytes of the burst that is being sent.
         rest: [connections] bytes of the first frame after that burst.
@@ -194,7 +194,6 @@ def simulate(
                     continue
                 sent[node] = now
                 state.first[number] = state.following[node]
-                state.unsent[number] -= nodes.size[node]
                 heapq.heappush(
                     events,
                     (now + connections.routes.latencies[connections.route[number]] + nodes.after[node], node),
@@ -279,16 +278,7 @@ def _start_bursts(nodes: Nodes, connections: FrameConnections, state: _State, be
     """Let idle connections send their next bursts; returns whether the demands on channels have changed."""
     changed = False
     for number in range(len(state.current)):
-        # The kernel takes over the most urgent frames, as long as it has room.
-        while state.head[number] >= 0 and (state.first[number] < 0 or state.unsent[number] < connections.unsent):
-            node = _next_frame(number, state.head, state.following, nodes.key, state.arrival)
-            state.following[node] = -1
-            if state.first[number] < 0:
-                state.first[number] = node
-            else:
-                state.following[state.last[number]] = node
-            state.last[number] = node
-            state.unsent[number] += nodes.size[node]
+        _take_over(nodes, connections, state, number)
         if state.current[number] >= 0:
             continue
         node = state.first[number]
@@ -300,6 +290,8 @@ def _start_bursts(nodes: Nodes, connections: FrameConnections, state: _State, be
             whole = state.rest[number] <= burst * (1 + _ROUNDING)
             state.current[number], state.left[number] = node, state.rest[number] if whole else burst
             state.rest[number] = 0.0 if whole else state.rest[number] - burst
+            state.unsent[number] -= state.left[number]
+            _take_over(nodes, connections, state, number)
             gap = state.left[number] / connections.pace[number]
             # A connection that could have sent before makes up for that time, up to half of the gap.
             state.free[number] = now + max(gap / 2, gap - (now - state.free[number]))
@@ -311,6 +303,20 @@ def _start_bursts(nodes: Nodes, connections: FrameConnections, state: _State, be
             state.weight[number, 0] = 0.0
             changed = True
     return changed
+
+
+@compiled
+def _take_over(nodes: Nodes, connections: FrameConnections, state: _State, number: int) -> None:
+    """Let the kernel take over the most urgent frames of a connection, as long as it has room."""
+    while state.head[number] >= 0 and (state.first[number] < 0 or state.unsent[number] < connections.unsent[number]):
+        node = _next_frame(number, state.head, state.following, nodes.key, state.arrival)
+        state.following[node] = -1
+        if state.first[number] < 0:
+            state.first[number] = node
+        else:
+            state.following[state.last[number]] = node
+        state.last[number] = node
+        state.unsent[number] += nodes.size[node]
 
 
 @compiled

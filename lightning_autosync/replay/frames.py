@@ -361,6 +361,10 @@ class _FrameGraph:
         limits, bursts = numpy.full(len(pairs), numpy.inf), numpy.full(len(pairs), numpy.inf)
         paced = numpy.searchsorted(pairs, paces.pairs)
         limits[paced], bursts[paced] = paces.rates, bursts_of(paces.rates, known.latencies[routes[paced]])
+        unsent = numpy.full(len(pairs), float(UNSENT_LIMIT))
+        # Notices and the backend's data have connections of their own, of which the transport's limits say nothing.
+        used = numpy.searchsorted(pairs, paces.used)
+        unsent[used] = paces.held
         return FrameConnections(
             ways // network.ranks % network.ranks,
             ways % network.ranks,
@@ -370,7 +374,7 @@ class _FrameGraph:
             known._replace(
                 starts=numpy.append(known.starts, known.starts[-1]), latencies=numpy.append(known.latencies, 0.0)
             ),
-            float(UNSENT_LIMIT),
+            unsent,
             network.links,
             network.shared_core,
         )

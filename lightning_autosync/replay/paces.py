@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.cluster.units import FRAMING
-from lightning_autosync.plan.pacing import HEADROOM, LEAST_PART
+from lightning_autosync.cluster.units import FRAMING, PAYLOAD_SHARE
+from lightning_autosync.plan.pacing import HEADROOM, LEAST_PART, send_buffers
 from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.loads import Loads
-from lightning_autosync.replay.network import Floats, Indices, Integers, NetworkArrays, Routes, Trees
+from lightning_autosync.replay.network import Flags, Floats, Indices, Integers, NetworkArrays, Routes, Trees
 from lightning_autosync.replay.pipelines import Flows
 from lightning_autosync.replay.stages import Stage
 
@@ -39,10 +39,20 @@ class Paces(NamedTuple):
     Attributes:
         pairs: [connections] their numbers in `NetworkArrays`.
         rates: [connections] most bytes/s on the wire.
+        used: [connections] numbers of all connections of the transport.
+        held: [connections] bytes that the kernel takes over ahead on each of them. An urgent frame waits for these.
     """
 
     pairs: Indices
     rates: Floats
+    used: Indices
+    held: Floats
+
+    @classmethod
+    def none(cls) -> Paces:
+        """No connections."""
+        nothing, zeros = numpy.zeros(0, dtype=numpy.int64), numpy.zeros(0)
+        return cls(nothing, zeros, nothing, zeros)
 
     @classmethod
     def of(cls, stages: Sequence[Stage], loads: Loads, trees: Trees, network: NetworkArrays) -> Paces:
@@ -51,7 +61,7 @@ class Paces(NamedTuple):
         pairs = _both_ways(loads.pairs[on_trees], network)
         shape = len(stages), len(pairs)
         if not shape[0] * shape[1] or shape[0] * shape[1] > _MOST:
-            return cls(pairs[:0], numpy.zeros(0))
+            return cls.none()
         place = numpy.full(network.pairs, -1, dtype=numpy.int64)
         place[pairs] = numpy.arange(len(pairs))
         carried, pieces, further = numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(shape)
@@ -66,7 +76,8 @@ class Paces(NamedTuple):
         nodes = numpy.array(network.link_graph.spec.rank_nodes)
         apart = nodes[pairs // network.ranks % network.ranks] != nodes[pairs % network.ranks]
         paced = apart & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
-        return cls(pairs[paced], pace[paced])
+        used = apart & (rate > 0)
+        return cls(pairs[paced], pace[paced], pairs[used], _held(pairs, rate, whole, paced, network)[used])
 
 
 def bursts_of(rates: Floats, latencies: Floats) -> Floats:
@@ -81,6 +92,18 @@ def bursts_of(rates: Floats, latencies: Floats) -> Floats:
     """
     halvings = numpy.floor(2 * latencies / _HALVING)
     return numpy.clip(_BURST_SECONDS * rates + _SURPLUS * 0.5**halvings, _LEAST_BURST, _BURST)
+
+
+def _held(pairs: Indices, rate: Floats, whole: Floats, paced: Flags, network: NetworkArrays) -> Floats:
+    """Bytes that the kernel takes over ahead, by the size of send buffers, without those that are on their way."""
+    ranks, routes = network.ranks, network.routes
+    row, target = numpy.divmod(pairs, ranks)
+    reverse = numpy.searchsorted(pairs, (row // ranks * ranks + target) * ranks + row % ranks)
+    latency = routes.latencies[routes.between[row, target]]
+    round_trip = latency + latency[reverse]
+    needed = numpy.where(rate < whole, PAYLOAD_SHARE * rate, numpy.inf)
+    buffers = send_buffers(whole, whole[reverse], round_trip, needed, paced)
+    return 2 * buffers - numpy.minimum(rate, whole) * round_trip
 
 
 def _both_ways(used: NDArray[numpy.uint64], network: NetworkArrays) -> Indices:

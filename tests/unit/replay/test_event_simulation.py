@@ -13,7 +13,12 @@ RATE = 10e6
 
 
 def sent(
-    sizes: list[float], releases: list[float], keys: list[float], pace: float = numpy.inf, burst: float = numpy.inf
+    sizes: list[float],
+    releases: list[float],
+    keys: list[float],
+    pace: float = numpy.inf,
+    burst: float = numpy.inf,
+    unsent: float = 65536.0,
 ) -> list[float]:
     """Seconds at which the last byte of each frame leaves the connection from rank 0 to rank 1."""
     count = len(sizes)
@@ -39,7 +44,8 @@ def sent(
         numpy.zeros(1),
     )
     one = numpy.zeros(1, dtype=numpy.int64)
-    connections = FrameConnections(one, one + 1, one, numpy.array([pace]), numpy.array([burst]), routes, 65536.0, 1, -1)
+    pace_, burst_, unsent_ = (numpy.array([value]) for value in (pace, burst, unsent))
+    connections = FrameConnections(one, one + 1, one, pace_, burst_, routes, unsent_, 1, -1)
     capacities = numpy.array([RATE, 1.0, 1.0])
     _, left, _ = simulate(nodes, graph, connections, capacities, numpy.zeros(3), numpy.zeros(3))
     return list(left[count:])
@@ -68,7 +74,16 @@ def test_a_connection_without_a_pace_never_waits() -> None:
     assert sent([10e3] * 3, [0.0] * 3, [0.0] * 3) == pytest.approx([0.001, 0.002, 0.003])
 
 
-def test_an_urgent_frame_waits_behind_what_the_kernel_has_taken_over() -> None:
-    # The kernel takes frames of 40 kB over until it has 64 KiB: the first two.
-    left = sent([40e3] * 4, [0.0, 0.0, 0.0, 1e-3], [1.0, 1.0, 1.0, 0.0])
-    assert left == pytest.approx([0.004, 0.008, 0.016, 0.012])
+@pytest.mark.parametrize(("unsent", "ahead"), [(20e3, 2), (65536.0, 3), (90e3, 4)])
+def test_an_urgent_frame_waits_behind_what_the_kernel_has_taken_over(unsent: float, ahead: int) -> None:
+    # While the first frame of 40 kB leaves, the kernel takes over others until it has ``unsent`` bytes.
+    left = sent([40e3] * 6, [0.0] * 5 + [1e-3], [1.0] * 5 + [0.0], unsent=unsent)
+    assert left[5] == pytest.approx(0.004 * (ahead + 1))
+
+
+def test_the_kernel_takes_over_more_as_bursts_leave() -> None:
+    # With 40 kB left of the first frame, after 6 of its 10 bursts, there is room for the second one.
+    left = sent([100e3, 10e3, 10e3], [0.0, 0.0, 0.055], [1.0, 1.0, 0.0], pace=RATE, burst=10e3, unsent=40.1e3)
+    assert left[1] < left[2]
+    left = sent([100e3, 10e3, 10e3], [0.0, 0.0, 0.003], [1.0, 1.0, 0.0], pace=RATE, burst=10e3, unsent=40.1e3)
+    assert left[2] < left[1]

@@ -10,7 +10,7 @@ from clusters import two_interfaces
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.plan import Compressor, Schedule, SyncPlan, builders, compile_plan
-from lightning_autosync.plan.pacing import PAYLOAD_SHARE, sending_needs
+from lightning_autosync.plan.pacing import PAYLOAD_SHARE, send_buffers, sending_needs
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.replay.paces import Paces, bursts_of
 from lightning_autosync.workload import Variable, Workload
@@ -67,6 +67,27 @@ def test_the_paces_beside_gathered_rows_are_the_engines(cluster: str) -> None:
     check_paces(made, work, spec)
 
 
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("builder", ["partitioned_ps", "byteps", "packed_trees"])
+def test_the_kernel_holds_what_the_engine_lets_it(builder: str, cluster: str) -> None:
+    spec = CLUSTERS[cluster].scaled(10)  # so that most buffers are larger than the least
+    made = compile_plan(builders.build(builder, LAYERS, spec), LAYERS, spec)
+    pricing = Replay(LAYERS, spec, Constants())
+    step = pricing._prepare(made)
+    found = Paces.of(step.stages, step.loads, pricing._forest.trees, pricing._network)
+    links, ranks = LinkGraph(spec), spec.world_size
+    for pair, held in zip(found.used.tolist(), found.held.tolist(), strict=True):
+        (interface, rank), peer = divmod(pair // ranks, ranks), pair % ranks
+        rates = links.bandwidth(rank, peer, interface), links.bandwidth(peer, rank, interface)
+        round_trip = links.latency(rank, peer) + links.latency(peer, rank)
+        need = sending_needs(made, links, rank, interface).get(peer)
+        needed = (numpy.inf, False) if need is None else (need.rate, need.pace is not None)
+        on_the_way = round_trip * (rates[0] if need is None else need.rate / PAYLOAD_SHARE)
+        buffer = float(send_buffers(*map(numpy.float64, rates), numpy.float64(round_trip), *needed))
+        assert held == pytest.approx(2 * buffer - on_the_way, rel=1e-2)
+    assert len(found.used)
+
+
 def check_paces(made: Schedule, work: Workload, spec: ClusterSpec) -> None:
     """The replay and the engine pace the same connections alike."""
     pricing = Replay(work, spec, Constants())
@@ -89,7 +110,7 @@ def times(
     made = compile_plan(builders.build(builder, work, cluster, **arguments), work, cluster)
     pricing = Replay(work, cluster, Constants(cores=2, burst=128 * 1024))
     paced = pricing.predict(made, "frames").step_time
-    nothing = Paces(numpy.zeros(0, dtype=numpy.int64), numpy.zeros(0))
+    nothing = Paces.none()
     monkeypatch.setattr(Paces, "of", lambda *_: nothing)
     return paced, pricing.predict(made, "frames").step_time
 
