@@ -256,6 +256,10 @@ class Engine:
         if not self._pending and not self._armed:
             self._end_pass()
 
+    def has_come(self, index: int) -> bool:
+        """Whether `finish_message` would not wait for other ranks; False if that is not known."""
+        return self._gradients[index].exchange.has_come
+
     def has_roots(self, index: int) -> bool:
         """Whether ranks have parts of a message's sum before it is finished; the same on every rank."""
         return self._gradients[index].has_roots

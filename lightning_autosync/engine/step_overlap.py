@@ -135,7 +135,10 @@ class StepOverlap:
                     "overlap='step': torch.jit.trace would record the optimizer's step that is due; call "
                     "strategy.settle() before it"
                 )
-            members = self._open.pop(index)
+            self._step_meanwhile(index)
+            members = self._open.pop(index, None)
+            if members is None:  # completed with another one, since some rank's parameters have changed
+                return
             # The reader may be a forward pass in inference mode, whose tensors could not be used in later steps.
             # Parameters stay marked for other threads until their step is made; this thread reads past the marks.
             with ExitStack() as contexts:
@@ -151,6 +154,20 @@ class StepOverlap:
                 except BaseException:
                     self._open[index] = members
                     raise
+
+    def _step_meanwhile(self, index: int) -> None:
+        """Make the steps of messages that have come, as long as the message that a reader needs has not."""
+        assert self._engine is not None
+        for other in list(self._open):
+            if self._engine.has_come(index):
+                return
+            if other != index and self._engine.has_come(other) and self._stepped(other):
+                self.complete(other)
+
+    def _stepped(self, index: int) -> bool:
+        """Whether the optimizer's step was called for all parameters of a message that is still open."""
+        dues = map(due_of, self._open.get(index, ()))
+        return index in self._open and all(due is not None and due.step is not None for due in dues)
 
     def _finish(self, index: int, members: list[nn.Parameter]) -> None:
         assert self._engine is not None

@@ -56,6 +56,11 @@ class Exchange(ABC):
         """Let contributions to sums, from now on, leave before all sums that are complete."""
         raise NotImplementedError("this exchange has no root ranges")
 
+    @property
+    def has_come(self) -> bool:
+        """Whether ``wait`` would not block; False if the exchange cannot tell."""
+        return False
+
     @abstractmethod
     def wait(self) -> None:
         """Block until the sum is complete.
@@ -86,6 +91,11 @@ class Completion:
     def fail(self, error: ExchangeError) -> None:
         self._error = error
         self._done.set()
+
+    @property
+    def over(self) -> bool:
+        """Whether ``wait`` would not block."""
+        return self._done.is_set()
 
     def wait(self) -> None:
         if self._error is None:

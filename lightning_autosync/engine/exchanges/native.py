@@ -66,6 +66,10 @@ class AllReduceExchange(Exchange):
         for work in self._works:
             _watch(work, self._watcher)
 
+    @property
+    def has_come(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
         for work in self._works:
             work.wait()

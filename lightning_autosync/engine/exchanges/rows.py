@@ -92,6 +92,11 @@ class RowExchange(ABC):
     def watch(self, completed: Callable[[], None] | None) -> None:  # noqa: B027 - not all know it before `wait`
         """See `Exchange.watch`."""
 
+    @property
+    def has_come(self) -> bool:
+        """See `Exchange.has_come`."""
+        return False
+
     @abstractmethod
     def wait(self) -> Rows:
         """Block until the sum is complete; returns all rows that some rank touched.

@@ -53,6 +53,10 @@ class TreeSteps:
         self._fails()
 
     @property
+    def has_come(self) -> bool:
+        return self._completion.over
+
+    @property
     def completed(self) -> int:
         return self._step if self._open == 0 else self._step - 1
 

@@ -13,18 +13,26 @@ from lightning_autosync.engine.due_parameter import due_of
 
 
 class SlowEngine:
-    """Stands in for an engine: one message per parameter, whose sums are ten times the local gradients."""
+    """Stands in for an engine: one message per parameter, whose sums are ten times the local gradients.
+
+    Attributes:
+        late: messages whose sums have not come, so that `finish_message` would wait.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.on_launch: Callable[[], None] | None = None
         self.before_pass: Callable[[], None] | None = None
         self.failure: BaseException | None = None
         self.finished: list[int] = []
+        self.late: set[int] = set()
         self.pending: list[int] = []
         self._parameters = list(module.parameters())
 
     def members(self, index: int) -> list[nn.Parameter]:
         return [self._parameters[index]]
+
+    def has_come(self, index: int) -> bool:
+        return index not in self.late
 
     def end_backward(self) -> None:
         self.pending = list(range(len(self._parameters)))

@@ -64,6 +64,29 @@ def test_a_reader_makes_the_step_first(job: Job, reader: str) -> None:
         assert torch.equal(job.module[0].weight, job.expected()[0])
 
 
+def test_a_reader_that_waits_makes_the_steps_whose_sums_have_come(job: Job) -> None:
+    for _ in range(2):
+        job.engine.late = {0, 2}
+        job.backward()
+        job.engine.finished.clear()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        assert job.module[0].weight.sum() != 0
+        assert job.engine.finished == [1, 3, 0]
+        assert due(job) == [False, False, True, False]
+    job.overlap.settle()
+    for own, expected in zip(job.module.parameters(), job.expected(2), strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_a_reader_that_waits_completes_no_other_message_before_the_step(job: Job) -> None:
+    job.engine.late = {0}
+    job.backward()
+    assert job.module[0].weight.grad is not None
+    assert job.engine.finished == [0]
+    assert due(job) == [False, True, True, True]
+
+
 def test_what_tells_nothing_of_the_values_waits_for_nothing(job: Job) -> None:
     job.step()
     for parameter in job.module.parameters():
