@@ -55,9 +55,9 @@ class Constants(Document):
 
         autosync probe launch=emulated cluster=four_equal every_pair=false head=0.15 window=0.2
 
-    ``exchange_cost``, ``pass_cost``, ``finish_cost`` and ``unpack_cost`` were measured later on a server a third as
-    fast, and scaled. ``burst``, ``cores`` and ``accelerated`` describe the links and the job, so their defaults are not
-    measured.
+    ``exchange_cost``, ``pass_cost``, ``finish_cost``, ``unpack_cost``, ``step_cost`` and ``due_cost`` were measured
+    later on a server a third as fast, and scaled. ``burst``, ``cores`` and ``accelerated`` describe the links and the
+    job, so their defaults are not measured.
 
     Attributes:
         framing: bytes on the wire for each byte of payload, because of Ethernet, IP and TCP headers [full frames].
@@ -83,6 +83,11 @@ class Constants(Document):
             that have arrived].
         unpack_cost: core-seconds to copy a mean into its gradient, without the copy of its bytes [messages of 72 tiny
             gradients and of 9 that have arrived].
+        step_cost: core-seconds of the main thread to make the optimizer's step for one message by itself, in a step
+            that overlaps, without the work of the optimizer on its parameters [steps with 72 messages and with
+            one, each with overlap and without].
+        due_cost: core-seconds of the main thread for each parameter, to remember its step and to make it later
+            [messages of 72 tiny gradients and of 9, each with overlap and without].
         host_cost: core-seconds per byte sent or received [core-seconds of large frames].
         merge_cost: core-seconds to unpack, merge or pack one set of touched rows, even an empty one [a few
             merges of two small sets, beginning with empty caches].
@@ -120,6 +125,8 @@ class Constants(Document):
     pass_cost: _Cost = 0.2e-3
     finish_cost: _Cost = 4e-6
     unpack_cost: _Cost = 1.4e-6
+    step_cost: _Cost = 21e-6
+    due_cost: _Cost = 3.2e-6
     host_cost: _Cost = 0.28e-9
     merge_cost: _Cost = 60e-6
     sharing_loss: _Cost = 0.0012

@@ -39,6 +39,9 @@ def overlapped_step_time(
 def overlapped_step(schedule: Schedule, workload: Workload, prediction: Prediction) -> float:
     """Seconds of a step, in the long run, if each layer waits for its own parameters only.
 
+    A main thread takes a message's sum, and makes the optimizer's step for it, when the first layer reads one of its
+    parameters. While it waits for a sum, it does so for messages that have come.
+
     In the forward pass, layers run in the reverse order of the backward pass, with times in the same proportions. A
     layer begins when the one before it has ended and the messages of its parameters have come. Messages end as long
     after the backward pass as in ``prediction``; those of one step do not delay those of the next, except that no link
@@ -51,21 +54,24 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
         prediction: the prediction of the schedule without overlap.
     """
     steps = [float(prediction.demand.sum(axis=0).max(initial=0.0))]
-    arrivals = {
-        name: span.end
-        for message, span in zip(schedule.messages, prediction.timeline.messages, strict=True)
-        for name in message.variables
-    }
-    waits = max(
-        (arrivals[name] for message in schedule.messages if message.waits_in_backward for name in message.variables),
-        default=0.0,
-    )
-    layers = _layers(workload)
+    arrivals = [span.end for span in prediction.timeline.messages]
+    taking = prediction.taking or (0.0,) * len(arrivals)
+    waited = [message.index for message in schedule.messages if message.waits_in_backward]
+    waits = max((arrivals[index] for index in waited), default=0.0)
+    message_of = {name: message.index for message in schedule.messages for name in message.variables}
+    layers = [({message_of[name] for name in names}, share) for names, share in _layers(workload)]
     for forward, backward, *optimizer in set(prediction.timeline.compute):
-        ended = max(0.0, waits - backward.end)
-        for names, share in layers:
-            ended = max(ended, *(arrivals[name] - backward.end for name in names)) + share * forward.seconds
-        steps.append(ended + backward.seconds + sum(span.seconds for span in optimizer))
+        now = max(backward.end, waits) + prediction.passing
+        left = {message.index for message in schedule.messages} - {*waited}
+        for needed, share in layers:
+            for index in sorted(needed & left):
+                while arrivals[index] > now and (come := [one for one in left if arrivals[one] <= now]):
+                    left.remove(min(come))
+                    now += taking[min(come)]
+                left.remove(index)
+                now = max(now, arrivals[index]) + taking[index]
+            now += share * forward.seconds
+        steps.append(now - backward.end + backward.seconds + sum(span.seconds for span in optimizer))
     return max(steps)
 
 

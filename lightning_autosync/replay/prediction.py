@@ -78,6 +78,9 @@ class Prediction:
             of the links as in :attr:`~lightning_autosync.cluster.LinkGraph.channels`, the host of each rank, and the
             shared cores, if any.
         frames: number of frames that all ranks send in a step.
+        taking: [messages] seconds of a main thread to take the sum of each message, and to make its optimizer's step by
+            itself, if steps overlap; without the work of the optimizer on the parameters.
+        passing: seconds of a main thread for a pass, without those of gradients and messages.
     """
 
     step_time: float
@@ -88,3 +91,5 @@ class Prediction:
     critical_path: tuple[Span, ...]
     demand: NDArray[numpy.float64] = field(repr=False, compare=False)
     frames: int = 0
+    taking: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    passing: float = field(default=0.0, repr=False, compare=False)

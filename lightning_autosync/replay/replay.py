@@ -194,6 +194,18 @@ class Replay:
             classes.append(SpeedClass(ranks, step.ranks[slowest], host_work))
         return classes
 
+    def _taking(self, step: _Step) -> tuple[float, ...]:
+        """[messages] seconds of a main thread to take a message's sum and to make its step by itself."""
+        constants = self._constants
+        crowd = constants.crowd(self._network.ranks)
+        taking = [
+            crowd * (constants.step_cost + len(message.variables) * constants.due_cost)
+            for message in step.schedule.messages
+        ]
+        for stage in step.stages:
+            taking[stage.message] += stage.finish
+        return tuple(taking)
+
     def _prediction(
         self,
         step: _Step,
@@ -231,6 +243,8 @@ class Replay:
             ),
             demand=demand,
             frames=frames,
+            taking=self._taking(step),
+            passing=self._pass,
         )
 
 

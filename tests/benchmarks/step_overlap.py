@@ -349,8 +349,10 @@ def main(arguments: Sequence[str]) -> None:
     for name in given["clusters"].split(","):
         cluster = slowed(resolve_cluster(name).without_addresses(), float(given["rate"]) * 1e6 / 8)
         with EmulatedLaunch(cluster) as launch, WorkerPool(cluster.world_size, launch, extra_paths=here) as pool:
-            hosts, _ = measured_hosts(pool, "emulated", paced=True)
-            known_by_job = hosts.model_copy(update={"burst": Constants().burst, "accelerated": False})
+            hosts, _ = measured_hosts(pool, "emulated", paced=False)
+            known_by_job = hosts.model_copy(update={"burst": Constants().burst})
+            # A layer begins when the hooks of the one before it have ended. It sleeps, so it occupies no core.
+            hosts = hosts.model_copy(update={"computing": 0.0})
             for model in models:
                 workload = dense(catalogue.build(model), cluster, float(given["seconds"]))
                 plan, reason = choose_without_trials(workload, cluster, known_by_job, TuningSettings(), overlaps=True)

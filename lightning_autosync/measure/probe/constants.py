@@ -35,6 +35,8 @@ def fit_constants(
             "pass_cost": costs["pass_core"],
             "finish_cost": costs["finish_core"],
             "unpack_cost": costs["unpack_core"],
+            "step_cost": costs["step_core"],
+            "due_cost": costs["due_core"],
         }
     )
 

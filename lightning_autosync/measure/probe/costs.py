@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine import Engine
+from lightning_autosync.engine import Engine, StepOverlap, defer_steps
 from lightning_autosync.engine.codecs import make_codec
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.connections import connect_pairs
@@ -306,6 +306,8 @@ _FEW, _MANY, _TOGETHER = 9, 72, 3
 _PAUSE = 1e-3
 """Seconds between gradients that come together and the next ones."""
 _STEPS = 8
+_SHAPES = ((_FEW, 1), (_MANY, 1), (_MANY, _MANY))
+"""Gradients and messages of the steps that `measure_engine` compares."""
 
 
 def measure_engine() -> dict[str, float]:
@@ -315,12 +317,13 @@ def measure_engine() -> dict[str, float]:
     hook), ``unpack_core`` (each mean that is copied into its gradient afterwards), ``launch_core`` and ``finish_core``
     (each message: its launch in the backward pass, and its end afterwards). The first two compare many gradients with
     few in one message, the others many messages with one. ``pass_core`` is what a backward pass and the wait after it
-    take without gradients and messages.
+    take without gradients and messages. ``due_core`` and ``step_core`` are what ``overlap="step"`` adds for each
+    gradient and each message.
 
     Gradients come three at a time, a layer's weight and bias and the weight of its normalization, with pauses between
     layers. After a pause the caches of a core hold what other ranks use: a gradient then costs up to twice as much.
     """
-    few, many, separate = _step(_FEW, 1), _step(_MANY, 1), _step(_MANY, _MANY)
+    few, many, separate = (_step(*shape) for shape in _SHAPES)
     found = {
         "gradient_core": max(0.0, many[0] - few[0]) / (_MANY - _FEW),
         "unpack_core": max(0.0, many[1] - few[1]) / (_MANY - _FEW),
@@ -328,7 +331,16 @@ def measure_engine() -> dict[str, float]:
         "finish_core": max(0.0, separate[1] - many[1]) / (_MANY - 1),
     }
     of_few = _FEW * (found["gradient_core"] + found["unpack_core"]) + found["launch_core"] + found["finish_core"]
-    return {**found, "pass_core": max(0.0, sum(few) - of_few)}
+    of_few_due, of_many_due, of_separate_due = (
+        sum(_step(*shape, overlaps=True)) - sum(without)
+        for shape, without in zip(_SHAPES, (few, many, separate), strict=True)
+    )
+    return {
+        **found,
+        "pass_core": max(0.0, sum(few) - of_few),
+        "due_core": max(0.0, of_many_due - of_few_due) / (_MANY - _FEW),
+        "step_core": max(0.0, of_separate_due - of_many_due) / (_MANY - 1),
+    }
 
 
 def _layers(gradients: int) -> Workload:
@@ -339,10 +351,11 @@ def _layers(gradients: int) -> Workload:
     return Workload(name="probe", variables=tuple(variables), backward_time=gradients / _TOGETHER * _PAUSE)
 
 
-def _step(gradients: int, messages: int) -> tuple[float, float]:
+def _step(gradients: int, messages: int, overlaps: bool = False) -> tuple[float, float]:
     """Core-seconds of the main thread in a backward pass, and then until all gradients hold their means.
 
-    Both are medians over steps, then means over ranks.
+    Both are medians over steps, then means over ranks. With ``overlaps``, parameters are due at the end of the backward
+    pass, and what follows has their steps, without the time of an optimizer that makes all steps at once.
     """
     workload = _layers(gradients)
     variables = workload.variables
@@ -356,8 +369,12 @@ def _step(gradients: int, messages: int) -> tuple[float, float]:
     module, seed = PacedModule(workload), torch.tensor(0)
     schedule = compile_plan(plan, workload, cluster)
     engine = Engine(variable_names(module), schedule, cluster=cluster, timeout=_TIMEOUT, waits="parameters")
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     times = []
-    with closing(engine):
+    with closing(engine), closing(StepOverlap(module)) as steps:
+        if overlaps:
+            steps.follow(engine)
+            defer_steps(optimizer)
         for _ in range(_STEPS):
             loss = module(seed)
             start = time.thread_time()
@@ -365,9 +382,23 @@ def _step(gradients: int, messages: int) -> tuple[float, float]:
             launched = time.thread_time()
             dist.barrier()  # by then most sums have arrived, so that the end of a message is not a wait
             begin = time.thread_time()
-            engine.finish()
-            times.append([launched - start, time.thread_time() - begin])
-            module.zero_grad()
+            if overlaps:
+                optimizer.step()
+                optimizer.zero_grad()
+                steps.settle()
+                end = time.thread_time()
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.grad = torch.zeros_like(parameter)
+                spent = time.thread_time()
+                optimizer.step()
+                optimizer.zero_grad()
+                end -= time.thread_time() - spent
+            else:
+                engine.finish()
+                end = time.thread_time()
+                optimizer.zero_grad()
+            times.append([launched - start, end - begin])
     backward, finish = zip(*times[1:], strict=True)
     found = gather_json([statistics.median(backward), statistics.median(finish)])
     return statistics.mean(each[0] for each in found), statistics.mean(each[1] for each in found)

@@ -33,6 +33,8 @@ COSTS = {
     "pass_cost": 0.8e-3,
     "finish_cost": 14e-6,
     "unpack_cost": 4.5e-6,
+    "step_cost": 72e-6,
+    "due_cost": 11e-6,
     "host_cost": 0.8e-9,
 }
 """Costs and delays of `Constants` there: medians of probes among four and eight ranks on two cores, under the system's

@@ -229,6 +229,8 @@ PROBE = {
         "launch_core": 30e-6,
         "pass_core": 0.5e-3,
         "finish_core": 20e-6,
+        "step_core": 80e-6,
+        "due_core": 9e-6,
         "unpack_core": 3e-6,
         "lone": 60e-6,
         "exchange_core": 70e-6,
@@ -256,6 +258,7 @@ def test_constants_follow_from_their_measurements(tmp_path):
     assert constants.hop_delay(collective=False, ranks=2) == pytest.approx(60e-6 - 20e-6)
     assert (constants.gradient_cost, constants.collective_cost) == (12e-6, 30e-6)
     assert (constants.pass_cost, constants.finish_cost, constants.unpack_cost) == (0.5e-3, 20e-6, 3e-6)
+    assert (constants.step_cost, constants.due_cost) == (80e-6, 9e-6)
     assert constants.sharing_loss == pytest.approx(1 / 0.96 - 1)
     assert (constants.cores, constants.frame_cost, constants.host_cost) == (2.0, 15e-6, 4e-10)
     assert constants.exchange_cost == 70e-6

@@ -56,6 +56,16 @@ def test_layers_wait_for_their_own_messages(prediction: Prediction, seconds: flo
     assert overlapped_step(SCHEDULE, WORKLOAD, prediction) == pytest.approx(seconds)
 
 
+def test_a_main_thread_takes_sums_and_makes_steps_while_it_waits() -> None:
+    # "last" has come when the first layer waits for "first", 0.2 s after the backward pass.
+    costs = {"first": 0.03, "last": 0.05}
+    taking = tuple(costs[message.variables[0]] for message in SCHEDULE.messages)
+    found = overlapped_step(SCHEDULE, WORKLOAD, replace(predicted(0.2, -1.0), taking=taking))
+    assert found == pytest.approx(0.2 + 0.03 + 1.0 + 2.0 + 0.25)
+    found = overlapped_step(SCHEDULE, WORKLOAD, replace(predicted(-1.0, -1.0), taking=taking, passing=0.01))
+    assert found == pytest.approx(0.01 + 0.03 + 0.05 + 1.0 + 2.0 + 0.25)
+
+
 def test_a_replayed_step_is_never_slower_with_overlap() -> None:
     for builder in ("all_reduce", "packed_trees", "byteps"):
         schedule = compile_plan(builders.build(builder, WORKLOAD, CLUSTER), WORKLOAD, CLUSTER)
