@@ -37,9 +37,9 @@ _LONGEST_WAIT = 20e-3
 """Seconds. A connection that shares its route has less than `_LEAST_WINDOW` in flight if sending that takes longer."""
 _FEWEST_BYTES = 8 * 1024
 """Least bytes in flight of a connection that shares its route, however slow it is."""
+
 Arc = tuple[int, int, int]
 """Sender, receiver, and the interface over which they are connected."""
-
 
 Floats = NDArray[numpy.float64]
 Flags = NDArray[numpy.bool_]
@@ -101,7 +101,9 @@ def sending_needs(schedule: Schedule, topology: LinkGraph, rank: int, interface:
     return needs
 
 
-def send_buffers(route: Floats, back: Floats, round_trip: Floats, rate: Floats, paced: Flags) -> Floats:
+def send_buffers(
+    route: Floats | float, back: Floats | float, round_trip: Floats | float, rate: Floats | float, paced: Flags | bool
+) -> Floats:
     """Sizes of send buffers that hold what routes carry, and no more.
 
     Linux doubles the size that it is asked for, to allow for its own data beside the payload. So a connection has up to
@@ -123,10 +125,11 @@ def send_buffers(route: Floats, back: Floats, round_trip: Floats, rate: Floats, 
     shares, needed = rate < numpy.inf, numpy.minimum(rate, route)
     most = numpy.where(paced, _LEAST_WINDOW, numpy.maximum(_LEAST_WINDOW, route * seconds))
     least = numpy.minimum(most, numpy.maximum(_FEWEST_BYTES, needed * _LONGEST_WAIT))
-    return numpy.floor(numpy.maximum(numpy.where(shares, least, _LEAST_WINDOW), needed * seconds))
+    sizes: Floats = numpy.floor(numpy.maximum(numpy.where(shares, least, _LEAST_WINDOW), needed * seconds))
+    return sizes
 
 
-def _seconds_in_flight(route: Floats, back: Floats, round_trip: Floats) -> Floats:
+def _seconds_in_flight(route: Floats | float, back: Floats | float, round_trip: Floats | float) -> Floats:
     """Seconds in which a route carries what a connection has in flight; the same in both directions.
 
     If one direction had more, it would delay the acknowledgements of the other one, which would then not fill its link.
@@ -143,7 +146,8 @@ def _seconds_in_flight(route: Floats, back: Floats, round_trip: Floats) -> Float
     enough = numpy.minimum(
         _SMALLEST_WINDOW / numpy.minimum(route, back), 2 * _SMALLEST_WINDOW / numpy.maximum(route, back)
     )
-    return numpy.maximum(round_trip + _SLACK, enough)
+    seconds: Floats = numpy.maximum(numpy.add(round_trip, _SLACK), enough)
+    return seconds
 
 
 def pipeline_stretches(schedule: Schedule, rank: int, interface: int = 0) -> dict[int, float]:

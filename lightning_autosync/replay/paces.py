@@ -103,7 +103,8 @@ def _held(pairs: Indices, rate: Floats, whole: Floats, paced: Flags, network: Ne
     round_trip = latency + latency[reverse]
     needed = numpy.where(rate < whole, PAYLOAD_SHARE * rate, numpy.inf)
     buffers = send_buffers(whole, whole[reverse], round_trip, needed, paced)
-    return 2 * buffers - numpy.minimum(rate, whole) * round_trip
+    held: Floats = 2 * buffers - numpy.minimum(rate, whole) * round_trip
+    return held
 
 
 def _both_ways(used: NDArray[numpy.uint64], network: NetworkArrays) -> Indices:
