@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lightning_autosync.errors import ExchangeError
+from lightning_autosync.errors import DocumentError, ExchangeError
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def read_port_range(value: Any) -> PortRange | None:
     """The range from an argument ``port_range``: two numbers, or None for any port.
 
     Raises:
-        ValueError: the argument is something else.
+        DocumentError: the argument is something else.
     """
     if value is None:
         return None
@@ -41,7 +41,7 @@ def read_port_range(value: Any) -> PortRange | None:
             return first, last
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"port_range: got {value!r}; {_ALLOWED} (20000, 20100)")
+    raise DocumentError(f"port_range: got {value!r}; {_ALLOWED} (20000, 20100)")
 
 
 def port_range() -> PortRange | None:

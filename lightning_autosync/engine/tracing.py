@@ -63,7 +63,7 @@ class Recorder:
         messages: number of messages in the schedule.
         watches: whether exchanges report when this rank has a sum. That costs CPU time for each message, because the
             backend's thread calls Python then.
-        times_gradients: whether each gradient has a time, not only each message. That costs a microsecond for each.
+        times_gradients: whether each gradient has a time, not only each message. That costs CPU time for each.
 
     Attributes:
         watches, times_gradients: see above.

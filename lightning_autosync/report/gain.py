@@ -121,9 +121,9 @@ def gain_remarks(result: GainResult) -> Iterator[str]:
     if result.computes:
         yield (
             "a job does not know its computation before its first step, so it compares times of the synchronization "
-            f"alone{', with all rows of embeddings' if tables else ''}; the table compares whole steps"
-            f"{', with the touched rows' if tables else ''}; with overlap, a job assumes a computation as long as the "
-            "links need"
+            f"alone{', with all rows of embeddings' if tables else ''}, and then of steps whose computation takes as "
+            "long as the links need (with overlap, of such steps only); the table compares whole steps"
+            f"{', with the touched rows' if tables else ''}"
         )
     yield "speedup: step time of the best DDP divided by this step time; sent: mean of the ranks, in a step"
     if not result.computes:

@@ -50,6 +50,7 @@ _SIZES: tuple[dict[str, int], ...] = ({}, {"bucket_bytes": LINK_BUCKET})
 """Sizes of messages with which each builder is tried, the first its own."""
 
 _ALL_REDUCE = "all_reduce"
+"""Name of the builder of native all-reduces."""
 
 _NATIVE = {
     DDP_BUCKETS: {"bucket_bytes": DDP_BUCKET},
@@ -143,6 +144,7 @@ def rank_plans(
     workload = _balanced(workload, cluster, found[0].seconds)
     replay, steps = Replay(workload, cluster, costs), dict[int, float]()
     budget = _Budget(clock, budget.begun + seconds - clock())
+    # Native plans come first: DDP's is one of them, and the others are compared with it.
     for place in sorted(range(len(found)), key=lambda place: not found[place].origin.startswith(_ALL_REDUCE)):
         if budget.is_spent():
             break

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_autosync.cluster import parse_bytes
 from lightning_autosync.documents import is_path, read_data, shown
 from lightning_autosync.engine.replicas import require_equal_structures
-from lightning_autosync.errors import AutoSyncError, EquivalenceError, PeerLost, PlanError, WorkloadError
+from lightning_autosync.errors import AutoSyncError, DocumentError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.compiled import Uncompiled, takes_home_values
@@ -91,7 +91,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             ``precision_plugin`` and ``process_group_backend``.
 
     Raises:
-        ValueError: an argument has a value that is not allowed.
+        DocumentError: an argument has a value that is not allowed.
         DocumentError: (or a subclass) a plan or cluster is wrong.
     """
 
@@ -122,7 +122,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         batch_shares: None = None,
     ) -> None:
         if batch_shares is not None:
-            raise ValueError(
+            raise DocumentError(
                 "batch_shares: AutoDDLStrategy splits operators over ranks, which compute batches of one size; allowed "
                 "with AutoSyncStrategy"
             )
@@ -370,7 +370,7 @@ def _read_memory(value: Any) -> float:
     try:
         return parse_bytes(value)
     except ValueError as error:
-        raise ValueError(
+        raise DocumentError(
             f"memory: {shown(value)} is not a size above 0: {error}; allowed: None, bytes, or text such as '4GB'"
         ) from None
 

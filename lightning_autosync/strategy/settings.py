@@ -160,7 +160,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         arguments: arguments of a strategy by name; other names are ignored.
 
     Raises:
-        ValueError: an argument has a value that is not allowed, or no effect under this plan.
+        DocumentError: an argument has a value that is not allowed, or no effect under this plan.
         DocumentError: a plan or cluster is wrong.
     """
     launch = _read_launch(arguments)
@@ -173,14 +173,14 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         return replace(settings, error=error), launch
     _check_combination(settings, {name for name, value in arguments.items() if value is not None})
     if settings.plan is not None and arguments.get("tuning") not in (None, "auto", "off"):
-        raise ValueError("tuning: it has no effect with a plan; remove one of the two arguments")
+        raise DocumentError("tuning: it has no effect with a plan; remove one of the two arguments")
     return replace(settings, bucket_bytes=_bucket_bytes(arguments["bucket_cap_mb"], settings.plan)), launch
 
 
 def _read_launch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments for Lightning's DDPStrategy; arguments that it takes and this strategy does not are refused."""
     if refused := [name for name in _REFUSED if arguments.get(name) is not None]:
-        raise ValueError(
+        raise DocumentError(
             f"{', '.join(refused)}: not supported, because there is no DistributedDataParallel; to compress "
             "gradients, set `compressor` in the plan's groups"
         )
@@ -198,7 +198,7 @@ def _read_values(arguments: Mapping[str, Any], timeout: timedelta) -> StrategySe
     _check_choice("scheduling", arguments["scheduling"], ("batch", None))
     _check_choice("overlap", overlap, ("step", None))
     if arguments.get("overlap_debug") and overlap is None:
-        raise ValueError("overlap_debug: it has no effect without overlap='step'")
+        raise DocumentError("overlap_debug: it has no effect without overlap='step'")
     return StrategySettings(
         semantics=arguments["semantics"],
         scheduling=arguments["scheduling"],
@@ -221,7 +221,7 @@ def _read_values(arguments: Mapping[str, Any], timeout: timedelta) -> StrategySe
 
 def _check_choice(name: str, value: Any, allowed: Sequence[str | None]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}: {value!r} is not known; allowed: {' or '.join(map(repr, allowed))}")
+        raise DocumentError(f"{name}: {value!r} is not known; allowed: {' or '.join(map(repr, allowed))}")
 
 
 def _read_files(
@@ -258,33 +258,33 @@ def _check_combination(settings: StrategySettings, given: Collection[str]) -> No
         given: names of the arguments that are not None.
 
     Raises:
-        ValueError: there is such an argument.
+        DocumentError: there is such an argument.
     """
     if settings.batch_shares is not None and not settings.scheduled:
-        raise ValueError(
+        raise DocumentError(
             f"batch_shares: ranks do not make their steps together under {settings.source}; allowed with synchronous "
             "plans without `served`"
         )
     if settings.overlap is not None and not settings.scheduled:
-        raise ValueError(
+        raise DocumentError(
             "overlap: it has no effect, because ranks or servers make the steps of this plan; allowed with plans whose "
             "gradients are synchronized in every step"
         )
     if settings.micro_batch is not None and settings.batch_shares is None:
-        raise ValueError("micro_batch: it has no effect without batch_shares; use accumulate_grad_batches instead")
+        raise DocumentError("micro_batch: it has no effect without batch_shares; use accumulate_grad_batches instead")
     no_passes = {
         "gradient_as_bucket_view": settings.gradient_as_bucket_view,
         "static_graph": settings.static_graph,
         "check_replicas": settings.check_replicas not in (0, CHECK_REPLICAS),
     }
     if not settings.scheduled and (useless := [name for name, is_set in no_passes.items() if is_set]):
-        raise ValueError(
+        raise DocumentError(
             f"{useless[0]}: it has no effect, because gradients are not synchronized under {settings.source}; allowed "
             "with plans whose gradients are synchronized in every step"
         )
     relaxed_only = next((name for name in _RELAXED_ONLY if name in given), None)
     if settings.scheduled and relaxed_only is not None:
-        raise ValueError(
+        raise DocumentError(
             f"{relaxed_only}: it has no effect, because ranks make all steps of this plan together; allowed with "
             "relaxed plans and with plans whose servers make the steps (`served`)"
         )
@@ -293,7 +293,9 @@ def _check_combination(settings: StrategySettings, given: Collection[str]) -> No
 def _read_passes(value: Any) -> int:
     """The value of ``check_replicas``, a number of passes; 0 or False for never."""
     if not isinstance(value, int) or value < 0 or value is True:
-        raise ValueError(f"check_replicas: {value!r} is not a number of backward passes; allowed: 0 (never), 1, 2, ...")
+        raise DocumentError(
+            f"check_replicas: {value!r} is not a number of backward passes; allowed: 0 (never), 1, 2, ..."
+        )
     return int(value)
 
 
@@ -339,11 +341,11 @@ def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int |
         isinstance(plan, str) and "bucket_bytes" in inspect.signature(builders.find(plan)).parameters
     )
     if not takes:
-        raise ValueError(
+        raise DocumentError(
             "bucket_cap_mb: it has no effect, because this plan determines its messages; remove this argument"
         )
     if not isinstance(megabytes, int | float) or not megabytes > 0:
-        raise ValueError(f"bucket_cap_mb: {megabytes!r} is not a number of MiB above 0")
+        raise DocumentError(f"bucket_cap_mb: {megabytes!r} is not a number of MiB above 0")
     return max(1, int(megabytes * MIB))
 
 

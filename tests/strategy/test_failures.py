@@ -18,7 +18,7 @@ from sweeps import sweep
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, SyncPlan
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import ClusterError, PlanError
+from lightning_autosync.errors import ClusterError, DocumentError, PlanError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.plan import builders
 from lightning_autosync.workload import Variable, Workload
@@ -165,7 +165,9 @@ def test_autoddl_says_which_plans_it_takes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["lots", 0, "-4GB", True, "4 Gb"])
 def test_autoddl_names_a_wrong_memory(memory: object) -> None:
-    with pytest.raises(ValueError, match=f"^memory: {memory!r} is not a size above 0: .*; allowed: None, bytes, or "):
+    with pytest.raises(
+        DocumentError, match=f"^memory: {memory!r} is not a size above 0: .*; allowed: None, bytes, or "
+    ):
         AutoDDLStrategy(memory=memory)
 
 

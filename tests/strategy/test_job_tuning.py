@@ -163,6 +163,15 @@ def test_steps_that_overlap_wait_for_predictions_of_rank_0_only_at_their_end(duo
         assert any(found["overlapped"])
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap": "step"}], ids=str)
+def test_the_steps_by_which_plans_are_predicted_tell_when_each_gradient_was_ready(duo, options: dict[str, Any]) -> None:
+    first, second = duo.run(tuning_jobs.times_of_gradients, **options)
+    assert first["predicted"]
+    assert set(first["predicted"]) == {first["parameters"]}
+    assert second["predicted"] == []  # rank 0 predicts
+    assert first["last"] == second["last"] == 0
+
+
 @pytest.mark.parametrize("options", [{"tuning": asdict(tuning_jobs.SHORT)}, {"tuning": "off"}], ids=["tuning", "off"])
 def test_a_job_does_without_interfaces_that_have_no_address(duo, options: dict[str, Any]) -> None:
     cluster = two_interfaces([1e8] * 2, [1e8] * 2, [("127.0.0.1", "127.0.0.2"), ("127.0.0.1",)]).to_dict()

@@ -16,6 +16,7 @@ import pytest
 from sweeps import sweep
 
 from lightning_autosync import AutoSyncStrategy
+from lightning_autosync.errors import DocumentError
 
 PAIR = {"format": "autosync-cluster/1", "name": "pair", "uniform": {"nodes": 2, "bandwidth": "1 Gbit/s"}}
 TREES = {"plan": "packed_trees", "cluster": PAIR}
@@ -196,5 +197,5 @@ def test_errors_beside_steps_that_are_due_name_their_cause(duo, clip: float | No
     ],
 )
 def test_wrong_settings_are_refused(arguments: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(reason)):
+    with pytest.raises(DocumentError, match=re.escape(reason)):
         AutoSyncStrategy(**arguments)

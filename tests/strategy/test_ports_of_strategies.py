@@ -9,13 +9,16 @@ from lightning.pytorch import Callback, Trainer
 from models import Plain
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.ports import VARIABLE, port_range
 
 
 @pytest.mark.parametrize("strategy", [AutoSyncStrategy, AutoDDLStrategy, AutoSyncFabricStrategy])
 @pytest.mark.parametrize("value", [20000, (20000,), (20100, 20000), ("a", "b"), (20000, 70000), (1.5, 2)])
 def test_strategies_refuse_other_values(strategy: type[Any], value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^port_range: got .*; allowed: the first and the last port, from 1 to 65535"):
+    with pytest.raises(
+        DocumentError, match=r"^port_range: got .*; allowed: the first and the last port, from 1 to 65535"
+    ):
         strategy(port_range=value)
 
 

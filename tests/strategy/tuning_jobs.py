@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, ClusterSpec, TuningSettings
 from lightning_autosync.engine.connections import _Connector
 from lightning_autosync.engine.resources import Resources
+from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
 from lightning_autosync.measure.probe.quick import compare_rates
@@ -272,6 +273,29 @@ def taken_predictions() -> dict[str, list[bool]]:
     with mock.patch.object(LiveTuner, "after_pass", note), hurrying():
         jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT, overlap="step"))
     return {"overlapped": overlapped, "taken": taken}
+
+
+def times_of_gradients(**options: Any) -> dict[str, Any]:
+    """The number of gradients with a time in each step by which plans are predicted, and in the last step of a job."""
+    predicted, every = list[int](), list[int]()
+    start, after_pass = PlanPrices.start, LiveTuner.after_pass
+
+    def note_start(self: PlanPrices, traces: Sequence[StepTrace], slowest: float) -> None:
+        predicted.extend(len(trace.arrivals) for trace in traces)
+        start(self, traces, slowest)
+
+    def note_pass(self: LiveTuner) -> str:
+        reason = after_pass(self)
+        every.append(len(self.trace.arrivals))
+        return reason
+
+    with (
+        mock.patch.object(PlanPrices, "start", note_start),
+        mock.patch.object(LiveTuner, "after_pass", note_pass),
+        hurrying(patience=1.0),
+    ):
+        model = jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, tuning=SHORT, **options))
+    return {"predicted": predicted, "last": every[-1], "parameters": len(list(model.parameters()))}
 
 
 def without_addresses(cluster: dict[str, Any], **options: Any) -> dict[str, Any]:

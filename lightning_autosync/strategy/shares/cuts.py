@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_autosync.errors import PlanError
+from lightning_autosync.errors import DocumentError, PlanError
 
 Shares = tuple[float, ...]
 SharesArgument = Sequence[float] | Literal["auto"] | None
@@ -81,18 +81,18 @@ def read_shares(value: Any) -> Shares | Literal["auto"] | None:
     """The value of ``batch_shares``.
 
     Raises:
-        ValueError: the value is not allowed.
+        DocumentError: the value is not allowed.
     """
     if value is None or value == "auto":
         return value  # type: ignore[no-any-return]  # one of two values
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"batch_shares: {value!r} is not a list of numbers; {_ALLOWED}")
+        raise DocumentError(f"batch_shares: {value!r} is not a list of numbers; {_ALLOWED}")
     for rank, share in enumerate(value):
         if isinstance(share, bool) or not isinstance(share, int | float) or not (share > 0 and math.isfinite(share)):
-            raise ValueError(f"batch_shares[{rank}]: {share!r} is not a number above 0; {_ALLOWED}")
+            raise DocumentError(f"batch_shares[{rank}]: {share!r} is not a number above 0; {_ALLOWED}")
     fractions = any(not float(share).is_integer() for share in value)
     if fractions and not math.isclose(total := math.fsum(value), 1.0, rel_tol=1e-3):
-        raise ValueError(f"batch_shares: the fractions sum to {total:g}, not to 1; {_ALLOWED}")
+        raise DocumentError(f"batch_shares: the fractions sum to {total:g}, not to 1; {_ALLOWED}")
     return tuple(float(share) for share in value)
 
 
@@ -100,10 +100,10 @@ def read_micro_batch(value: Any) -> int | None:
     """The value of ``micro_batch``.
 
     Raises:
-        ValueError: it is not a number of samples.
+        DocumentError: it is not a number of samples.
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{MICRO_BATCH}: {value!r} is not a number of samples; allowed: 1, 2, ..., or None")
+        raise DocumentError(f"{MICRO_BATCH}: {value!r} is not a number of samples; allowed: 1, 2, ..., or None")
     return value
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from lightning_autosync.errors import DocumentError
+
 DEFAULT_CACHE = "default"
 """Name of the user's own cache directory."""
 
@@ -32,7 +34,7 @@ class TuningSettings:
             (see `TuningCache`), None remembers nothing.
 
     Raises:
-        ValueError: a value is out of range.
+        DocumentError: a value is out of range.
     """
 
     probe: float = 10.0
@@ -47,16 +49,16 @@ class TuningSettings:
     def __post_init__(self) -> None:
         least = {"search": 0.1, "warm_up": 1, "passes": 4, "horizon": 1}
         if not isinstance(self.cache, str | None):
-            raise ValueError(f"tuning.cache: {self.cache!r} is not the name of a directory, 'default' or None")
+            raise DocumentError(f"tuning.cache: {self.cache!r} is not the name of a directory, 'default' or None")
         if not isinstance(self.accelerators, bool):
-            raise ValueError(f"tuning.accelerators: {self.accelerators!r} is not True or False")
+            raise DocumentError(f"tuning.accelerators: {self.accelerators!r} is not True or False")
         for field in [each for each in fields(self) if each.name not in ("cache", "accelerators")]:
             value, lowest = getattr(self, field.name), least.get(field.name, 0)
             whole = field.type == "int"
             known = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
             if not known or not lowest <= value < math.inf:
                 kind = "a whole number" if whole else "a number of seconds"
-                raise ValueError(f"tuning.{field.name}: {value!r} is not {kind} of at least {lowest:g}")
+                raise DocumentError(f"tuning.{field.name}: {value!r} is not {kind} of at least {lowest:g}")
 
 
 TuningArgument = Literal["auto", "off"] | TuningSettings | Mapping[str, Any]
@@ -66,15 +68,15 @@ def read_tuning(value: object) -> TuningSettings | None:
     """Settings from the argument ``tuning``, which may be a mapping of them; None turns tuning off.
 
     Raises:
-        ValueError: the argument has another value.
+        DocumentError: the argument has another value.
     """
     if isinstance(value, TuningSettings):
         return value
     if isinstance(value, Mapping):
         names = [field.name for field in fields(TuningSettings)]
         if unknown := [name for name in value if name not in names]:
-            raise ValueError(f"tuning.{unknown[0]}: not known; allowed: {', '.join(names)}")
+            raise DocumentError(f"tuning.{unknown[0]}: not known; allowed: {', '.join(names)}")
         return TuningSettings(**value)
     if value not in ("auto", "off"):
-        raise ValueError(f"tuning: {value!r} is not known; allowed: 'auto', 'off' or TuningSettings(...)")
+        raise DocumentError(f"tuning: {value!r} is not known; allowed: 'auto', 'off' or TuningSettings(...)")
     return TuningSettings() if value == "auto" else None

@@ -51,8 +51,7 @@ class Candidate:
         predicted: predicted seconds of a step.
         always: whether it is tried first, also if it is predicted to be slower. DDP's plan is, so that no plan is kept
             that was measured to be slower than it. It is not tried where it would be given up soon: if `reprice` gave
-            it more than `GIVE_UP` times the time of the present plan, predicted and measured. While the present plan is
-            ``native`` as well, it is like others, because such predictions err alike.
+            it more than `GIVE_UP` times the time of the present plan, predicted and measured.
         native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
             do those of all others.
         messages: number of its messages. Predictions of plans with many messages err alike.
@@ -260,7 +259,7 @@ class Tuner:
     def _worth(self, candidate: int) -> float:
         """Expected gain over the passes to come minus the expected cost of a trial, in passes of the present plan."""
         other, own = self._candidates[candidate], self._candidates[self.present]
-        if (other.always and not (own.native and self._repriced)) or (other is self._best_waiting and not own.waits):
+        if other.always or (other is self._best_waiting and not own.waits):
             present = max(own.predicted, self.usual_seconds)
             too_slow = self._repriced and other.predicted > GIVE_UP * present
             return -math.inf if too_slow else math.inf

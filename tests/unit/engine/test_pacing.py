@@ -339,7 +339,7 @@ def test_only_narrow_connections_that_share_a_route_send_in_blocks() -> None:
     assert block(None) is block(Need(5e7, 5e7)) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux's segments")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux fills segments so")
 @pytest.mark.parametrize("blocks", [Blocks(8192), Blocks(None)])
 def test_the_kernel_takes_over_no_more_than_asked_for(blocks: Blocks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -164,6 +164,7 @@ def test_a_job_that_tries_no_plans_has_the_first_one_alone(plans: int, monkeypat
     found, _ = proposals.propose(WORKLOAD, proposals.JobLinks(PAIR, Constants()), settings, None)
     assert found is not None
     assert (len(found.plans) == 1) == (plans == 0)
+    assert all(each.balanced for each in found.plans)
 
 
 def test_a_job_that_may_overlap_also_has_the_plans_of_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:

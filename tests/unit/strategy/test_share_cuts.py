@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, GlobalStream, builders
-from lightning_autosync.errors import PlanError
+from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shares.auto import AutoShares, open_shares
 from lightning_autosync.strategy.shares.batch_shares import BatchShares
@@ -76,7 +76,7 @@ def test_global_batches_that_cannot_be_cut_into_micro_batches(shares: Any, unit:
 )
 def test_wrong_micro_batches_are_refused(arguments: dict[str, Any], message: str) -> None:
     for strategy in (AutoSyncStrategy, AutoSyncFabricStrategy):
-        with pytest.raises(ValueError, match="^" + re.escape(message)):
+        with pytest.raises(DocumentError, match="^" + re.escape(message)):
             strategy(**arguments)
 
 
@@ -96,7 +96,7 @@ def test_wrong_micro_batches_are_refused(arguments: dict[str, Any], message: str
 )
 def test_wrong_shares_are_refused(value: Any, message: str) -> None:
     for strategy in (AutoSyncStrategy, AutoSyncFabricStrategy):
-        with pytest.raises(ValueError, match="^" + re.escape(message)):
+        with pytest.raises(DocumentError, match="^" + re.escape(message)):
             strategy(batch_shares=value)
 
 
@@ -108,9 +108,9 @@ def test_allowed_shares() -> None:
 
 def test_shares_need_steps_that_ranks_make_together() -> None:
     relaxed = next(iter(builders.relaxed_names()))
-    with pytest.raises(ValueError, match=r"^batch_shares: ranks do not make their steps together under builder"):
+    with pytest.raises(DocumentError, match=r"^batch_shares: ranks do not make their steps together under builder"):
         AutoSyncStrategy(relaxed, semantics="relaxed", batch_shares="auto")
-    with pytest.raises(ValueError, match=r"^batch_shares: AutoDDLStrategy splits operators"):
+    with pytest.raises(DocumentError, match=r"^batch_shares: AutoDDLStrategy splits operators"):
         AutoDDLStrategy(batch_shares=[1, 2])
 
 
