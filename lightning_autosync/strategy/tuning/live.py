@@ -225,7 +225,13 @@ class LiveTuner:
         self._engines[self._used].trace(self._recorder)
 
     def close(self) -> None:
-        """Close the engines of all plans but the present one, and stop predictions."""
+        """Close the engines of all plans but the present one, and stop predictions.
+
+        If trials have not ended, a line in the log tells what they have found so far.
+        """
+        if not self._ended:
+            stopped = "tuning stopped before its trials ended, so this job remembers no plan"
+            rank_zero_info(f"AutoSync: {stopped}: {self.summary()}")
         if self._prices is not None:
             self._prices.stop()
         self._times.forget()
@@ -356,8 +362,10 @@ class LiveTuner:
         rank_zero_info(f"AutoSync: {self.summary()}")
 
     def summary(self) -> str:
-        """What was tried, and what came of it, in one sentence."""
+        """What was tried so far, and what came of it, in one sentence."""
         trials = self.trials
+        if not trials and not self._tuner.finished:
+            return f"no trial was completed, and {self.present.name} (plan {self.present.plan.fingerprint}) was kept"
         if not trials:
             return f"tuning has ended without a trial: {self._tuner.finished}"
         steps = sum(sum(each.steps) for each in trials)

@@ -1,12 +1,14 @@
-"""What a job remembers of its trials: the times of plans, compared within each trial."""
+"""What a job remembers and tells of its trials: the times of plans, compared within each trial."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from lightning_autosync.strategy.tuning import live
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.tuner import Trial
 
@@ -31,3 +33,29 @@ def test_times_are_compared_within_trials_although_the_machine_becomes_slower() 
 
 def test_a_job_without_trials_knows_the_time_of_its_plan() -> None:
     assert evidence([], present=0) == {"a": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("accepted", "ended", "told"),
+    [
+        ([], False, ["no trial was completed, and a (plan a) was kept"]),
+        ([False], False, ["tried 1 other plan in 16 steps, and kept a; the fastest other was b, 2.00x as fast"]),
+        ([True], False, ["tried 1 other plan in 16 steps; b (plan b) makes steps 2.00x as fast as a (plan a)"]),
+        ([True], True, []),
+    ],
+)
+def test_a_job_that_ends_before_its_trials_tells_what_they_have_found(
+    monkeypatch: pytest.MonkeyPatch, accepted: list[bool], ended: bool, told: list[str]
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(live, "rank_zero_info", lines.append)
+    plans = [SimpleNamespace(name=name, plan=SimpleNamespace(fingerprint=name)) for name in ("a", "b")]
+    trials = [Trial(candidate=1, against=0, accepted=each, seconds=(0.4, 0.2), passes=(8, 8)) for each in accepted]
+    tuner: Any = object.__new__(LiveTuner)
+    tuner._tuner = SimpleNamespace(trials=trials, present=int(any(accepted)), finished="")
+    tuner._alternatives, tuner._ended, tuner._prices, tuner._used = plans, ended, None, 0
+    tuner._engines, tuner._times, tuner._opening = {}, MagicMock(), MagicMock()
+    tuner.close()
+    stopped = "AutoSync: tuning stopped before its trials ended, so this job remembers no plan: "
+    assert lines == [stopped + each for each in told]
+    assert tuner._opening.close.called
