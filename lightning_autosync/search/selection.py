@@ -19,7 +19,14 @@ import numpy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders, compile_plan
-from lightning_autosync.plan.builders.default import DDP_BUCKET, DDP_BUCKETS, LINK_BUCKET, link_method, native_sizes
+from lightning_autosync.plan.builders.default import (
+    DDP_BUCKET,
+    DDP_BUCKETS,
+    LINK_BUCKET,
+    SEARCHED,
+    link_method,
+    native_sizes,
+)
 from lightning_autosync.plan.builders.grouping import MIB
 from lightning_autosync.plan.builders.rows import place_rows, serve_rows
 from lightning_autosync.plan.space import Block, Domain, Genome, PlanSpace
@@ -30,8 +37,6 @@ from lightning_autosync.search.features import Floats, squared_distance
 from lightning_autosync.search.population import Candidate, Population
 from lightning_autosync.workload import Workload
 
-SEARCHED = "search"
-"""Origin of plans that are no builder's."""
 _POPULATION = 96
 _GROWN, _REFINED = 24, 12
 """New points and refinements of a generation."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_autosync import ClusterSpec
 from lightning_autosync.plan import builders
+from lightning_autosync.plan.builders.default import SEARCHED
 from lightning_autosync.strategy.tuning.accelerators import Measured, _candidates, _chosen
 from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.proposals import Proposals
@@ -84,7 +85,7 @@ def test_large_embeddings_train_as_without_tuning(duo) -> None:
         assert measured == off
 
 
-DDP, NEAR, FAR = plan("all_reduce", 0.0, native=True), plan("packed_trees", 0.0), plan("search", 0.0)
+DDP, NEAR, FAR = plan("all_reduce", 0.0, native=True), plan("packed_trees", 0.0), plan(SEARCHED, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_the_fastest_plan_must_gain_five_percent_with_and_without_a_backward_pas
 
 def test_reasons_of_measured_plans() -> None:
     assert _chosen([Measured(DDP, 1.0, 2.0), Measured(FAR, 0.5, 1.6)], "measured").reason == (
-        "a plan that the search found, measured: gradients take 500.0 ms, and 1.000 s with the native all-reduce; with "
+        "a plan found by search, measured: gradients take 500.0 ms, and 1.000 s with the native all-reduce; with "
         "a backward pass as long as that, 1.600 s and 2.000 s"
     )
     assert _chosen([Measured(DDP, 1.0), Measured(NEAR, 0.96)], "measured").reason == (

@@ -20,6 +20,8 @@ on emulated links: 2 to 4 percentage points closer to the bound than with 25 MiB
 
 DDP_BUCKET = 25 * MIB
 """Bytes of a message in all other cases, as in DDP."""
+SEARCHED = "a plan found by search"
+"""Name of plans that are no builder's, for messages and tables."""
 DDP_BUCKETS = "DDP's buckets"
 """Name of the sizes of messages that DDP has by default."""
 

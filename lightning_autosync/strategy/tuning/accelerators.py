@@ -26,7 +26,7 @@ from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import Schedule, builders, compile_plan
 from lightning_autosync.strategy.choice import LEAST_GAIN, choose_plan
 from lightning_autosync.strategy.tuning.live import Alternative
-from lightning_autosync.strategy.tuning.proposals import DDP, NATIVE, SEARCHED, Proposals
+from lightning_autosync.strategy.tuning.proposals import DDP, NATIVE, Proposals
 from lightning_autosync.workload import Workload
 
 OTHERS = 2
@@ -125,15 +125,14 @@ def _chosen(measured: Sequence[Measured], how: str) -> Proposals:
     best = min(others, key=lambda each: (each.beside, each.alone))
     if best.alone == math.inf:
         return Proposals([native.plan], f"{_NATIVE}, because no other plan could be opened")
-    name = "a plan that the search found" if best.plan.name == SEARCHED else best.plan.name
     one, other = seconds_text(best.alone), seconds_text(native.alone)
     times = f"{how}: gradients take {one}, and {other} with the native all-reduce"
     if best.beside < math.inf:
         one, other = seconds_text(best.beside), seconds_text(native.beside)
         times += f"; with a backward pass as long as that, {one} and {other}"
     if _gains(best.beside, native.beside):
-        return Proposals([best.plan, native.plan], f"{name}, {times}")
-    reason = f"because no other plan is more than 5% faster; the best is {name}, {times}"
+        return Proposals([best.plan, native.plan], f"{best.plan.name}, {times}")
+    reason = f"because no other plan is more than 5% faster; the best is {best.plan.name}, {times}"
     return Proposals([native.plan], f"{_NATIVE}, {reason}")
 
 

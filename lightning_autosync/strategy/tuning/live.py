@@ -365,19 +365,16 @@ class LiveTuner:
         """What was tried so far, and what came of it, in one sentence."""
         trials = self.trials
         if not trials and not self._tuner.finished:
-            return f"no trial was completed, and {self.present.name} (plan {self.present.plan.fingerprint}) was kept"
+            return f"no trial was completed, and {_told(self.present)} was kept"
         if not trials:
             return f"tuning has ended without a trial: {self._tuner.finished}"
         steps = sum(sum(each.steps) for each in trials)
         tried = f"tried {counted(len(trials), 'other plan')} in {counted(steps, 'step')}"
         accepted = [trial.speedup for trial in trials if trial.accepted]
         if not accepted:
-            return f"{tried}, and kept {self._alternatives[0].name}; the fastest other was {_best(trials)}"
-        plan, first = self._alternatives[self._tuner.present], self._alternatives[0]
-        return (
-            f"{tried}; {plan.name} (plan {plan.plan.fingerprint}) makes steps {math.prod(accepted):.2f}x as fast as "
-            f"{first.name} (plan {first.plan.fingerprint})"
-        )
+            return f"{tried}, and kept {_told(self.present)}; the fastest other was {_best(trials)}"
+        first = self._alternatives[0]
+        return f"{tried}; {_told(self.present)} makes steps {math.prod(accepted):.2f}x as fast as {_told(first)}"
 
 
 def _candidate(each: Alternative) -> Candidate:
@@ -385,6 +382,10 @@ def _candidate(each: Alternative) -> Candidate:
     return Candidate(each.name, each.predicted, each.native, native, len(each.plan.groups), each.plan.waits)
 
 
+def _told(plan: Alternative) -> str:
+    return f"{plan.name} (plan {plan.plan.fingerprint})"
+
+
 def _best(trials: Sequence[TrialReport]) -> str:
     best = max(trials, key=lambda trial: trial.speedup)
-    return f"{best.name}, {best.speedup:.2f}x as fast"
+    return f"{best.name} (plan {best.plan}), {best.speedup:.2f}x as fast"

@@ -20,7 +20,7 @@ from lightning_autosync.measure.probe.description import check_places, check_rat
 from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.plan.builders.default import DDP_BUCKETS, cores_limit
+from lightning_autosync.plan.builders.default import DDP_BUCKETS, SEARCHED, cores_limit
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.choice import CORES_LIMIT, LEAST_GAIN, plans_by_formula, synchronization_times
 from lightning_autosync.strategy.settings import StrategySettings
@@ -240,8 +240,6 @@ def _first_rank_result(
             return result
 
 
-SEARCHED = "search"
-"""Name of plans that are no builder's."""
 NATIVE = "all_reduce"
 """Name of the native all-reduce with messages that are sized for the links."""
 DDP = f"{NATIVE} ({DDP_BUCKETS})"
@@ -300,15 +298,14 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
         else synchronization_times(best.predicted, native.predicted)
     )
     times = f"predicted for {links.told}: {times}"
-    found = "a plan that the search found" if best.name == SEARCHED else best.name
     if large:
-        reason = f"a native all-reduce in large messages, because {CORES_LIMIT}; the best is {found}, {times}"
+        reason = f"a native all-reduce in large messages, because {CORES_LIMIT}; the best is {best.name}, {times}"
     elif faster:
-        reason = f"{found}, {times}"
+        reason = f"{best.name}, {times}"
     else:
         reason = (
             f"{_native_text(first)}, because no plan is predicted to be more than 5% faster than a native all-reduce; "
-            f"the best is {found}, {times}"
+            f"the best is {best.name}, {times}"
         )
     return Proposals([first, *(each for each in ranked if each is not first)], reason)
 

@@ -17,11 +17,12 @@ from sweeps import crossed
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
+from lightning_autosync.plan.builders.default import SEARCHED
 from lightning_autosync.plan.builders.rows import serve_rows
 from lightning_autosync.replay import Constants, Replay, synchronization_bound
 from lightning_autosync.search import population, selection
 from lightning_autosync.search.features import PlanFeatures, squared_distance
-from lightning_autosync.search.selection import SEARCHED, PredictedPlan, rank_plans
+from lightning_autosync.search.selection import PredictedPlan, rank_plans
 from lightning_autosync.workload import Variable, Workload
 
 LAYERS = Workload(

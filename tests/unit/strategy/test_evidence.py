@@ -39,7 +39,11 @@ def test_a_job_without_trials_knows_the_time_of_its_plan() -> None:
     ("accepted", "ended", "told"),
     [
         ([], False, ["no trial was completed, and a (plan a) was kept"]),
-        ([False], False, ["tried 1 other plan in 16 steps, and kept a; the fastest other was b, 2.00x as fast"]),
+        (
+            [False],
+            False,
+            ["tried 1 other plan in 16 steps, and kept a (plan a); the fastest other was b (plan b), 2.00x as fast"],
+        ),
         ([True], False, ["tried 1 other plan in 16 steps; b (plan b) makes steps 2.00x as fast as a (plan a)"]),
         ([True], True, []),
     ],

@@ -17,6 +17,7 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import Arrival, Recorder, StepTrace
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
+from lightning_autosync.plan.builders.default import SEARCHED
 from lightning_autosync.replay import Constants, Replay, overlapped_step_time
 from lightning_autosync.strategy.tuning import proposals
 from lightning_autosync.strategy.tuning.predictor import PREDICTOR, Predictor
@@ -207,7 +208,7 @@ MIB_1 = f"{proposals.NATIVE} (1 MiB)"
         (0.97, 1.94, proposals.DDP, "DDP's fused native all-reduce"),
         (0.97, 1.96, MIB_1, "a native all-reduce in buckets of 1 MiB"),
         (0.97, None, proposals.DDP, "DDP's fused native all-reduce"),
-        (0.9, 1.96, "search", "a plan that the search found"),
+        (0.9, 1.96, SEARCHED, "a plan found by search, predicted for "),
     ],
 )
 def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
@@ -220,7 +221,7 @@ def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
     found = proposals.order_plans(
         alternatives(
             {
-                "search": (searched, 1.8),
+                SEARCHED: (searched, 1.8),
                 proposals.NATIVE: (1.0, 1.9),
                 MIB_1: (1.0, 1.86),
                 proposals.DDP: (1.0, ddp),
@@ -234,11 +235,11 @@ def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
     assert [each.name for each in found.plans if each.native] == [proposals.DDP]
 
 
-@pytest.mark.parametrize(("later", "first"), [(1.04, "late"), (1.06, "search"), (None, "search")])
+@pytest.mark.parametrize(("later", "first"), [(1.04, "late"), (1.06, SEARCHED), (None, SEARCHED)])
 def test_a_job_begins_with_the_plan_that_suits_a_computation_among_those_that_are_about_as_fast(
     later: float | None, first: str
 ) -> None:
-    prices = {"search": (1.0, 2.0), "late": (1.04 if later is None else later, later and 1.9)}
+    prices = {SEARCHED: (1.0, 2.0), "late": (1.04 if later is None else later, later and 1.9)}
     ranked = alternatives({**prices, proposals.NATIVE: (1.4, 2.4)})
     assert proposals.order_plans(ranked, proposals.JobLinks(PAIR, Constants())).plans[0].name == first
 
@@ -263,11 +264,11 @@ def test_a_job_begins_with_large_messages_where_shared_cores_are_the_limit() -> 
 def test_a_much_faster_plan_comes_before_large_messages(searched: float, rate: str, large: bool) -> None:
     """How fast this host is does not move the threshold."""
     plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
-    prices = {"search": searched, proposals.NATIVE: 1.0, proposals.DDP: 1.0}
+    prices = {SEARCHED: searched, proposals.NATIVE: 1.0, proposals.DDP: 1.0}
     ranked = proposals._marked([proposals.Alternative(plan, name, seconds) for name, seconds in prices.items()])
     links = proposals.JobLinks(ClusterSpec.uniform(4, bandwidth=rate), Constants(cores=2, host_cost=0.8e-9))
     first = proposals.order_plans(ranked, links).plans[0].name
-    assert first == (proposals.NATIVE if large and searched > 0.8 else "search")
+    assert first == (proposals.NATIVE if large and searched > 0.8 else SEARCHED)
 
 
 def test_the_reason_says_for_which_steps_plans_were_predicted() -> None:
@@ -286,14 +287,14 @@ def test_the_reason_says_for_which_steps_plans_were_predicted() -> None:
     )
 
 
-@pytest.mark.parametrize(("searched", "first"), [(0.78, "byteps"), (0.7, "search")])
+@pytest.mark.parametrize(("searched", "first"), [(0.78, "byteps"), (0.7, SEARCHED)])
 def test_a_job_that_overlaps_begins_with_a_builders_plan_that_is_about_as_fast(searched: float, first: str) -> None:
     plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
-    prices = {"search": searched, "byteps": 0.8, proposals.NATIVE: 1.0}
+    prices = {SEARCHED: searched, "byteps": 0.8, proposals.NATIVE: 1.0}
     ranked = proposals._marked([proposals.Alternative(plan, name, seconds) for name, seconds in prices.items()])
     links = proposals.JobLinks(PAIR, Constants())
     assert proposals.order_plans(ranked, links, overlaps=True).plans[0].name == first
-    assert proposals.order_plans(ranked, links).plans[0].name == "search"
+    assert proposals.order_plans(ranked, links).plans[0].name == SEARCHED
 
 
 def test_times_that_come_late_count_for_the_passes_that_made_them() -> None:
