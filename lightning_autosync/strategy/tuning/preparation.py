@@ -22,7 +22,7 @@ from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.resolution import checked_workload
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative, LiveTuner
-from lightning_autosync.strategy.tuning.proposals import NATIVE, JobLinks, Proposals, find_links, propose
+from lightning_autosync.strategy.tuning.proposals import DESCRIBED, NATIVE, JobLinks, Proposals, find_links, propose
 from lightning_autosync.strategy.tuning.settings import DEFAULT_CACHE
 from lightning_autosync.workload import Workload
 
@@ -86,7 +86,7 @@ def prepare(
     key = TuningKey.of(workload, hosts, device, settings.semantics, settings.bucket_bytes, settings.overlap)
     if links is None:
         if (entry := _recall(key, settings, group)) is not None:
-            return _of_entry(entry, workload, key)
+            return _of_entry(entry, workload, key, settings.cluster is not None)
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
@@ -147,7 +147,7 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
     return None if found is None else TunedPlan.from_dict(found, source="the tuning cache of rank 0")
 
 
-def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey) -> Preparation:
+def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey, described: bool) -> Preparation:
     """The plan of an earlier job; DDP's plan is tried against it, in case that job was disturbed."""
     expected = entry.evidence.measured.seconds
     ddp = Alternative(builders.build(NATIVE, workload, entry.cluster), NATIVE, expected, native=True)
@@ -160,5 +160,7 @@ def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey) -> Preparati
         f"{entry.origin}, which an earlier job found on {entry.written:%Y-%m-%d} ({expected:.3g} s a step "
         f"there; 'autosync cache show {key.fingerprint}' says more)"
     )
-    links = JobLinks(entry.cluster, Constants(), origin=f"as measured on {entry.written:%Y-%m-%d}")
+    # Without a description: that job may have measured its links, or its user has described them.
+    origin = DESCRIBED if described else f"links as known to an earlier job on {entry.written:%Y-%m-%d}"
+    links = JobLinks(entry.cluster, Constants(), origin=origin)
     return Preparation(links, workload, key, Proposals(plans, reason), entry.plan.fingerprint, expected)

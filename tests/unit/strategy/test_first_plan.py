@@ -20,7 +20,7 @@ from lightning_autosync.search.memory import TuningCache
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning import job_tuning
 from lightning_autosync.strategy.tuning.job_tuning import TRIAL_CONNECT_TIMEOUT, JobTuning
-from lightning_autosync.strategy.tuning.preparation import Preparation
+from lightning_autosync.strategy.tuning.preparation import Preparation, _of_entry
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 
@@ -114,3 +114,13 @@ def test_a_remembered_plan_that_cannot_be_opened_is_forgotten(
     monkeypatch.setattr(job_tuning.dist, "get_rank", lambda _: rank)
     assert tuning._open_first(open_engine) == "native"
     assert (cache.find(entry.key) is None) == (rank == 0 and remembered)
+
+
+@pytest.mark.parametrize(
+    ("described", "links"),
+    [(True, "3 hosts, described"), (False, "3 hosts, links as known to an earlier job on 2026-03-01")],
+)
+def test_the_links_of_a_remembered_plan_are_not_called_measured(described: bool, links: str) -> None:
+    """The earlier job may have measured them or not."""
+    entry = tuned()
+    assert _of_entry(entry, workload(), entry.key, described).links.describe() == links
