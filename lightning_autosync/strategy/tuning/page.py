@@ -31,7 +31,7 @@ def write_page(report: TuningReport, path: Path) -> None:
         "job.html",
         title=f"Synchronization of {view.workload.name}",
         report=report,
-        headlines=[] if measured is None else list(_headlines(measured)),
+        headlines=[] if measured is None else list(_headlines(measured, not report.rates_fault)),
         measured={} if measured is None else _measured(measured),
         overlapped=measured is not None and measured.trace.overlapped,
         prediction=view.prediction,
@@ -90,14 +90,14 @@ def _timelines(report: TuningReport, view: PlanView) -> dict[str, Timeline]:
     return made
 
 
-def _headlines(measured: MeasuredSteps) -> Iterator[dict[str, str]]:
+def _headlines(measured: MeasuredSteps, knows_rates: bool) -> Iterator[dict[str, str]]:
     """The large numbers at the top of the page: the last figures of the job."""
     _, figures = measured.history[-1]
     yield {"value": milliseconds(figures.step_time), "what": "a step"}
     yield {"value": milliseconds(figures.wait), "what": "of it waits for gradients"}
     if figures.overlap is not None:
         yield {"value": f"{figures.overlap:.0%}", "what": "of communication hidden behind computation"}
-    if figures.share_of_bound is not None:
+    if figures.share_of_bound is not None and knows_rates:
         yield {"value": f"{figures.share_of_bound:.0%}", "what": "of the speed bound of exact plans"}
 
 
@@ -158,4 +158,6 @@ def _facts(report: TuningReport) -> dict[str, str]:
         facts["overlap"] = report.overlap
     if rates := cluster.rates:
         facts["rates"] = f"{rate_text(min(rates))} to {rate_text(max(rates))}"
+        if report.rates_fault:
+            facts["rates"] += f", {report.rates_fault}"
     return facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,11 @@ from lightning_autosync.strategy.shares.cuts import SharesOfRanks
 if TYPE_CHECKING:
     from lightning_autosync.strategy.resolution import Resolution
     from lightning_autosync.strategy.tuning.step_meter import StepFigures
+
+
+_LARGEST_SHARE = 1.1
+"""Largest share of the speed bound at which rates of links are not doubted. Medians of few steps do not add up, so it
+may be somewhat above 1."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,18 @@ class TuningReport:
             return ""
         return "with the next forward pass" if self.overlaps else "none: steps wait at the end of the backward pass"
 
+    @property
+    def rates_fault(self) -> str:
+        """Why the known rates of the links are too low, as measured steps show; empty if they do not show it."""
+        entries = [] if self.measured is None else [figures.share_of_bound for _, figures in self.measured.history]
+        shares = [share for share in entries if share is not None]
+        if not shares or (share := statistics.median(shares)) <= _LARGEST_SHARE:
+            return ""
+        return (
+            f"too low: steps are {share:.2f}x as fast as any exact plan could make them on such links; if you "
+            "described the cluster, correct its rates, or give none, so that the job measures its links"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, without ``resolution``, ``constants`` and ``measured``."""
         return {
@@ -137,6 +155,8 @@ class TuningReport:
             lines.append(f"overlap: {self.overlap}")
         if self.links:
             lines.append(f"links: {self.links}")
+        if self.rates_fault:
+            lines.append(f"rates of links: {self.rates_fault}")
         lines += [*map(str, self.trials), *self.checks, *(f"batch shares {each}" for each in self.batch_shares)]
         lines.append(f"tuning: {self.tuning}")
         return "\n".join(lines)

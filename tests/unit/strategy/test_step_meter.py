@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.tuning import step_meter
+from lightning_autosync.strategy.tuning.report import MeasuredSteps, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter, overlap
 from lightning_autosync.workload import Variable, Workload
 
@@ -182,3 +184,24 @@ def test_the_page_gets_a_step_of_usual_length_and_all_figures() -> None:
     assert meter.typical is not None
     assert meter.typical[0].synchronized == 0.5
     assert [steps for steps, _ in meter.history] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("speedup", "share"), [(1.0, "90%"), (1.5, "")])
+def test_steps_that_are_faster_than_links_allow_are_told_and_are_no_share_of_the_bound(
+    tmp_path: Path, speedup: float, share: str
+) -> None:
+    found, seconds = resolution(), 8 * SENT / 1e9
+    meter = StepMeter(0)
+    for origin in range(2):
+        end = seconds / (0.9 * speedup)
+        meter.add(trace((0.0, end), forward=0.0, backward=0.0, end=end, origin=end * origin), schedule_of(found))
+        meter.take(found, FREE, 0)
+    assert meter.typical is not None
+    measured = MeasuredSteps(0, tuple(meter.history), *meter.typical)
+    report = TuningReport("1234", "test", "2 hosts, described", [], [], "none", found, FREE, measured)
+    report.save(tmp_path / "page.html")
+    page, told = (tmp_path / "page.html").read_text(), "too low: steps are 1.35x as fast as any exact plan could"
+    assert (f"\nrates of links: {told}" in str(report)) is not bool(share)
+    assert (f"1 Gbit/s, {told}" in page) is not bool(share)
+    assert ("of the speed bound" in page) is bool(share)
+    assert f"<dd>{share}</dd>" in page or not share
