@@ -51,6 +51,7 @@ from lightning_autosync import AutoSyncFabricStrategy
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.engine import Engine, StepOverlap, defer_steps
 from lightning_autosync.engine.engine import Waits
+from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.hosts import measured_hosts
 from lightning_autosync.measure.models.model import with_kind
@@ -339,22 +340,27 @@ def speedup(others: Sequence[float], ours: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, and print a table."""
+    """Measure, and print a table; a wrong name of a model or a cluster is one message, before ranks start."""
     given = {"rounds": "4", "rate": "1000", "clusters": "four_equal", "ddp": "true", "seconds": "0.351"}
     given |= {"clip": "false", "trials": "0"}
     models = [argument for argument in arguments if "=" not in argument] or list(MODELS)
     given |= dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    try:
+        workloads = {model: catalogue.build(model) for model in models}
+        clusters = {name: resolve_cluster(name).without_addresses() for name in given["clusters"].split(",")}
+    except AutoSyncError as error:
+        sys.exit(f"step_overlap: {error}")
     table = Table(*HEADINGS, title=f"milliseconds of a step, fastest link {given['rate']} Mbit/s")
     here = [Path(__file__).parents[2]]
-    for name in given["clusters"].split(","):
-        cluster = slowed(resolve_cluster(name).without_addresses(), float(given["rate"]) * 1e6 / 8)
+    for name, described in clusters.items():
+        cluster = slowed(described, float(given["rate"]) * 1e6 / 8)
         with EmulatedLaunch(cluster) as launch, WorkerPool(cluster.world_size, launch, extra_paths=here) as pool:
             hosts, _ = measured_hosts(pool, "emulated", paced=False)
             known_by_job = hosts.model_copy(update={"burst": Constants().burst})
             # A layer begins when the hooks of the one before it have ended. It sleeps, so it occupies no core.
             hosts = hosts.model_copy(update={"computing": 0.0})
-            for model in models:
-                workload = dense(catalogue.build(model), cluster, float(given["seconds"]))
+            for model, whole in workloads.items():
+                workload = dense(whole, cluster, float(given["seconds"]))
                 plan, reason = choose_without_trials(workload, cluster, known_by_job, TuningSettings(), overlaps=True)
                 print(f"{name}, {model}: {reason}", flush=True)
                 rounds, trials = int(given["rounds"]), int(given["trials"])
