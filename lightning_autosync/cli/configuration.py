@@ -29,6 +29,8 @@ _OF_VERBS = re.compile(r"\((\w+(?:, \w+)*)\) ")
 """The beginning of an option's first comment if it is only for some verbs: ``# (converge, train) What it is.``"""
 _MOST_NEAR = 3
 """Largest number of options that a message suggests."""
+_SHORT_WITH_MORE = re.compile("-[^-].")
+"""The beginning of a word that the parser takes for a short option and its value."""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
 
 
@@ -104,24 +106,33 @@ def check_options(verb: str, arguments: Sequence[str]) -> None:
     from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
+        # The parser takes '-model=vgg' for '-m' with a value, and would tell of 'odel=vgg'.
+        for word in arguments:
+            if _SHORT_WITH_MORE.match(word) and word.partition("=")[0] not in options:
+                raise DocumentError(_no_such_option(verb, word, options))
         raise DocumentError(message.removeprefix("argument "))
 
     parser = get_args_parser()
     parser.error = refuse
-    options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    options = [name for action in parser._actions for name in action.option_strings]
     _, unknown = parser.parse_known_args(list(arguments))
     for word in unknown:
         if not word.startswith("-"):
             raise DocumentError(f"'{word}': give all words of the form key=value side by side, not around an option")
-        name, _, value = word.lstrip("-").partition("=")
-        meant = {key: f"{key}={value or 'VALUE'}" for key in _keys_of(verb)}
-        meant |= {option.lstrip("-"): option for option in options}
-        if near := did_you_mean(name, meant, meant.__getitem__):
-            raise DocumentError(f"'{word}': no such option; {near}")
-        raise DocumentError(
-            f"'{word}': no such option; give key=value: 'autosync {verb} --help' lists the keys, and "
-            f"'autosync {verb} --hydra-help' the options"
-        )
+        raise DocumentError(_no_such_option(verb, word, options))
+
+
+def _no_such_option(verb: str, word: str, options: Sequence[str]) -> str:
+    """The message on an option that does not exist: the nearest option or key, or the commands that list them."""
+    name, _, value = word.lstrip("-").partition("=")
+    meant = {key: f"{key}={value or 'VALUE'}" for key in _keys_of(verb)}
+    meant |= {option.lstrip("-"): option for option in options if option.startswith("--")}
+    if near := did_you_mean(name, meant, meant.__getitem__):
+        return f"'{word}': no such option; {near}"
+    return (
+        f"'{word}': no such option; give key=value: 'autosync {verb} --help' lists the keys, and "
+        f"'autosync {verb} --hydra-help' the options"
+    )
 
 
 def _keys_of(verb: str) -> list[str]:
@@ -293,10 +304,10 @@ def _sentence(question: str) -> str:
 
 def _braces(group: str) -> str:
     """The message where values in braces are given for a group whose option is chosen already, as by an experiment."""
-    file = "FILE, which has these values, or " if group == "cluster" else ""
+    file = f"{group}=FILE, which has these values, or " if group == "cluster" else ""
     return (
         f"{group}={{...}}: values in braces cannot replace an option that the defaults or experiment= choose; give "
-        f"{group}={file}{group}=OPTION and then {group}.KEY=VALUE"
+        f"{file}{group}=OPTION and then {group}.KEY=VALUE"
     )
 
 

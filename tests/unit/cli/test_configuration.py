@@ -119,6 +119,11 @@ def test_what_hydra_takes_is_let_through(line: str) -> None:
         ),
         ("-m --multirn rounds=3", r"'--multirn': no such option; did you mean --multirun\?"),
         ("--hepl", r"'--hepl': no such option; did you mean --help\?"),
+        ("-rouds=3", r"'-rouds=3': no such option; did you mean rounds=3\?"),
+        ("-m -modle=vgg,flat", r"'-modle=vgg,flat': no such option; did you mean model=vgg,flat\?"),
+        ("-multirn rounds=3", r"'-multirn': no such option; did you mean --multirun\?"),
+        ("-cfg nothing", r"'-cfg': no such option; did you mean --cfg\?"),
+        ("--cfg nothing", r"--cfg/-c: invalid choice: 'nothing' .*"),
         ("--ronds=3", r"'--ronds=3': no such option; did you mean rounds=3\?"),
         ("--contender ps", r"'--contender': no such option; did you mean contenders=VALUE\?"),
         ("--config-dir", r"--config-dir/-cd: expected one argument"),
@@ -157,6 +162,11 @@ def test_values_in_braces_do_not_replace_a_cluster() -> None:
     with pytest.raises(DocumentError, match=told) as caught:
         check_overrides("bench", ["experiment=fat_star_4", "cluster={name: mine, nodes: [{name: a}]}"])
     assert "\n" not in str(caught.value)
+
+
+def test_values_in_braces_do_not_replace_an_option_of_another_group() -> None:
+    with pytest.raises(DocumentError, match=r"; give model=OPTION and then model.KEY=VALUE$"):
+        check_overrides("bench", ["model={name: mine}"])
 
 
 @pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [10.0])])
