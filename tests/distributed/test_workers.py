@@ -88,6 +88,10 @@ def test_exit_in_an_order_is_an_error_not_an_end(pool):
     assert pool.run(worker_calls.sum_of_ranks) == [10.0] * 5
 
 
+def test_a_ctrl_c_is_left_to_the_caller(pool):
+    assert pool.run(worker_calls.interrupt_yourself) == ["fine"] * 5
+
+
 def test_functions_that_workers_cannot_import_are_refused_before_they_are_sent(pool):
     def local() -> None: ...
 

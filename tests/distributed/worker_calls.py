@@ -19,6 +19,11 @@ def echo(**arguments: Any) -> dict[str, Any]:
     return {"rank": dist.get_rank(), **arguments}
 
 
+def interrupt_yourself() -> str:
+    os.kill(os.getpid(), signal.SIGINT)
+    return "fine"
+
+
 def sum_of_ranks(elements: int = 1) -> float:
     tensor = torch.full((elements,), float(dist.get_rank()))
     dist.all_reduce(tensor)

@@ -135,6 +135,8 @@ def main() -> None:
     if arguments.batch and not set_batch_scheduling():
         print("SCHED_BATCH is not available here", file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # A Ctrl-C is for the caller, which ends its workers. Batch systems may send it to all processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     stream, replies_to = take_standard_streams()
     # A thread reads orders, so that the end of the pipe ends this process even while it is inside a collective.
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
