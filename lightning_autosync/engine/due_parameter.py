@@ -57,6 +57,8 @@ class Due:
         owner: completes it.
         message: index of its message.
         step: the optimizer's step that has been called for it; None while only the sum of its gradient is due.
+        inverse: number by which the gradient is multiplied before all else, because a loss scaler unscaled gradients
+            before the step; None if none did.
         factor: number by which the gradient is multiplied, because gradients were clipped by their norm before the
             step; None if they were not.
         limit: the ``clip_value`` of a ``clip_grad_value_`` that was called before the step, after ``factor`` was set;
@@ -68,6 +70,7 @@ class Due:
     owner: Owner
     message: int
     step: DeferredStep | None = None
+    inverse: Tensor | None = None
     factor: Tensor | None = None
     limit: float | None = None
     clears: bool | None = None

@@ -254,6 +254,45 @@ class StepOverlap:
                     due.factor = factor
             return total
 
+    def unscale_later(self, parameters: Sequence[nn.Parameter], inverse: Tensor) -> set[nn.Parameter]:
+        """Let gradients be multiplied when they have come, like ``torch.amp.GradScaler.unscale_``, if all are finite.
+
+        Collective: all ranks call it after the same passes, with the same parameters. It waits until all sums have come
+        up their trees.
+
+        Args:
+            parameters: the parameters of one optimizer.
+            inverse: [] float32, the inverse of the loss scale.
+
+        Returns:
+            The parameters whose gradients are multiplied later; the others' have come, or are not of this module. It is
+            empty, on every rank, if the caller must read all gradients: some gradient of those under way is not finite
+            (or so large that their norm is not), the optimizer lacks parameters of the last pass, some are in fp16 or
+            complex, or `clip_by_norm` would return None.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        with self._lock, torch.no_grad():
+            wanted = {*parameters}
+            launched = () if self._launched is None else self._launched.members.values()
+            if any(each not in wanted for members in launched for each in members):
+                return set()
+            if any(each.dtype == torch.float16 or not each.is_floating_point() for each in parameters):
+                return set()
+            self._stream.follow()
+            norms = self._norms(parameters)
+            if norms is None:
+                return set()
+            if not nn.utils.get_total_norm(list(norms.values())).isfinite():
+                self.settle()  # before the scaler reads the gradients: this is no reader that a user could change
+                return set()
+            for parameter in norms:
+                due = due_of(parameter)
+                assert due is not None
+                due.inverse = inverse.to(parameter.device)
+            return set(norms)
+
     def _norms(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor] | None:
         """The norms of gradients that are due, by parameter; the others of ``parameters`` have come then."""
         launched = self._launched
@@ -286,7 +325,11 @@ class StepOverlap:
         for index, of_message in zip(early, norms, strict=True):
             members = launched.engine.members(index)
             known = dict(zip(members, of_message.to(members[0].device), strict=True))
-            found.update({each: known[each].to(each.dtype) for each in asked[index]})
+            for each in asked[index]:
+                due = due_of(each)
+                assert due is not None  # no rank refused
+                norm = known[each] if due.inverse is None else known[each] * due.inverse
+                found[each] = norm.to(each.dtype)
         return found
 
     def notice_change(self) -> None:
@@ -454,6 +497,11 @@ def _before_forward(module: nn.Module, _: Any) -> None:
 def _apply(due: list[tuple[nn.Parameter, Due]]) -> None:
     for parameter, what in due:
         what.stepping = True
+        if what.inverse is not None and parameter.grad is not None:
+            _keep(what.inverse)
+            # By the function of the scaler, so that the bits are its own. The gradient is known to be finite.
+            unused = torch.zeros_like(what.inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], unused, what.inverse)
         if what.factor is not None and parameter.grad is not None:
             _keep(what.factor)
             parameter.grad.mul_(what.factor)

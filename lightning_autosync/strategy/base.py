@@ -135,6 +135,10 @@ class Replica(ABC):
         """
         return None
 
+    def unscaling(self, scaler: GradScaler | None) -> AbstractContextManager[None]:
+        """The context in which ``scaler`` unscales gradients and steps an optimizer; all ranks enter it together."""
+        return nullcontext()
+
     def resume(self) -> None:
         """Called when this rank begins an epoch, even if it gets no batch of it; ends the last `drain`."""
 

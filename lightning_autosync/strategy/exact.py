@@ -19,6 +19,7 @@ from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.exchanges.native import destroy_unused_groups
 from lightning_autosync.engine.gradient_scale import GradientScale
+from lightning_autosync.engine.loss_scaler import unscaling_later
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
@@ -168,6 +169,9 @@ class ExactReplica(SynchronizedPasses):
         if self._overlap is None:
             return None
         return self._overlap.clip_by_norm(parameters, max_norm, error_if_nonfinite)
+
+    def unscaling(self, scaler: GradScaler | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._overlap is None else unscaling_later(scaler, self._overlap)
 
     def start_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
         if self._overlap is not None:

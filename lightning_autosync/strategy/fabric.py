@@ -199,14 +199,31 @@ class AutoSyncFabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        # With a second module, ranks may complete the messages of both in different orders.
-        alone = len(self._replicas) == 1
-        if norm_type == 2.0 and alone and frameworks_own(self.precision, "unscale_gradients"):
-            parameters = list(self.precision.main_params(optimizer))
+        with self._unscaling():
+            self.precision.unscale_gradients(optimizer)
+        parameters = list(self.precision.main_params(optimizer))
+        if norm_type == 2.0 and self._alone and frameworks_own(self.precision, "unscale_gradients"):
             norm = self._replicas[0].clip_by_norm(parameters, float(max_norm), error_if_nonfinite)
             if norm is not None:
                 return norm
-        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        with self._unscaling():
+            super().clip_gradients_value(module, optimizer, clip_val)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        with self._unscaling():
+            return super().optimizer_step(optimizer, **kwargs)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is one module. With two, ranks may complete messages of both in different orders."""
+        return len(self._replicas) == 1
+
+    def _unscaling(self) -> AbstractContextManager[None]:
+        scaler = getattr(self.precision, "scaler", None)
+        return self._replicas[0].unscaling(scaler) if self._alone else nullcontext()
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
         """The parts of the loader's last batch that this rank computes one after another, with ``micro_batch``::

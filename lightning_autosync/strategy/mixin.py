@@ -353,7 +353,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         assert self._replica is not None
-        with self._replica.stepping(optimizer):
+        with self._replica.stepping(optimizer), self._replica.unscaling(self._scaler):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -116,9 +116,9 @@ def clip_by_replica(plugin: Any, replica: Replica | None) -> None:
 
 
 def frameworks_own(plugin: Any, method: str) -> bool:
-    """Whether a method of a precision plugin is the framework's, and no loss scaler changes gradients before it."""
+    """Whether a method of a precision plugin is the framework's."""
     whose = getattr(type(plugin), method).__module__.partition(".")[0]
-    return whose in _FRAMEWORKS and getattr(plugin, "scaler", None) is None
+    return whose in _FRAMEWORKS
 
 
 def put_first(trainer: Any, callback: _Callback) -> None:

@@ -435,8 +435,9 @@ def other_framework() -> float:
     return max(distance(trained[0], other) for other in trained[1:])
 
 
-def make_fabric(strategy: Any, **arguments: Any) -> Fabric:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()], **arguments)
+def make_fabric(strategy: Any, plugins: tuple[Any, ...] = (), **arguments: Any) -> Fabric:
+    plugins = (TorchElasticEnvironment(), *plugins)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=list(plugins), **arguments)
     fabric.launch()
     return fabric
 

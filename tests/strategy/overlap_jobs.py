@@ -13,6 +13,7 @@ from unittest import mock
 import jobs
 import models
 import torch
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import step_overlap
 from lightning_autosync.engine.due_parameter import due_of
+from lightning_autosync.strategy import overlap as overlap_lines
 
 SMALL = {"bucket_cap_mb": 1e-4}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -112,12 +114,104 @@ def clipped(model: str, strategy: dict[str, Any], **arguments: Any) -> dict[str,
     return found
 
 
+def told(model: str, **arguments: Any) -> list[str]:
+    """What rank 0 is told about steps that wait, while it trains with overlap."""
+    with mock.patch.object(overlap_lines, "rank_zero_info") as tell:
+        train(globals()[model](), {**arguments.pop("strategy"), "overlap": "step"}, **arguments)
+    return [call.args[0] for call in tell.call_args_list]
+
+
 class ChangesGradients(models.Plain):
     """Changes its gradients before they are clipped."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
             parameter.grad.mul_(3.0)
+
+
+class Scaled(models.Plain):
+    """Notes the loss scale, which grows after three steps; two steps of each epoch overflow, in one layer on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_start(self) -> None:
+        self.trainer.precision_plugin.scaler.set_growth_interval(3)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.seen.append(self.trainer.precision_plugin.scaler.get_scale())
+        loss = super().training_step(batch, index)
+        layer = {2: self.body, 3: self.head}.get(index)
+        return loss if layer is None or self.global_rank == 0 else loss + layer.weight.sum() * torch.inf
+
+
+class ScaledAndSeenEarly(Scaled):
+    """Rank 0 reads its gradients before they are unscaled."""
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 0:
+            self.seen += [parameter.grad.isfinite().all().item() for parameter in self.parameters()]
+
+
+class ScaledAndSeen(Scaled):
+    """Reads gradients after they were unscaled."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen += [parameter.grad.tolist() for parameter in self.parameters() if parameter.grad.isfinite().all()]
+
+
+class ScaledAndFused(Scaled):
+    """Its optimizer unscales gradients itself."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05, fused=True)
+
+
+class ScaledByOwnClass(Scaled):
+    """Its scaler is of a class of the user's."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.trainer.precision_plugin.scaler.__class__ = type("OwnScaler", (torch.amp.GradScaler,), {})
+
+
+class ScaledInParts(Scaled):
+    """Steps its layers one after the other, by two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        loss = super().training_step(batch, index)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.body, self.head)]
+
+
+class ScaledAndUnscaled(Scaled):
+    """Asks the scaler itself to unscale gradients, and clips them before its step, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        scaler = self.trainer.precision_plugin.scaler
+        optimizer = self.optimizers().optimizer
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
 
 
 class ClipsParts(models.Plain):
@@ -160,6 +254,34 @@ def clipped_by_fabric(strategy: dict[str, Any]) -> dict[str, Any]:
                 optimizer.zero_grad()
             fabric.strategy.settle()
         found[str(overlap)] = norms, [parameter.tolist() for parameter in model.parameters()], late
+        fabric.strategy.teardown()
+    return found
+
+
+def scaled_by_fabric(strategy: dict[str, Any], clip: dict[str, float]) -> dict[str, Any]:
+    """The weights and loss scales of 20 steps under Fabric, of which two overflow, and the late steps, by overlap."""
+    found: dict[str, Any] = {}
+    for overlap in (None, "step"):
+        options = {**strategy, "cluster": ClusterSpec.from_dict(strategy["cluster"])}
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=3)
+        precision = FabricMixedPrecision("16-mixed", "cpu", scaler=scaler)
+        fabric = jobs.make_fabric(AutoSyncFabricStrategy(overlap=overlap, **options), (precision,))
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        module, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.05))
+        scales = []
+        with late_steps() as late:
+            for step in range(20):
+                inputs = torch.full((4, 5), 0.1 * step + fabric.global_rank)
+                infinite = step in (4, 5) and fabric.global_rank == 1
+                fabric.backward(module(inputs).square().sum() * (torch.inf if infinite else 1.0))
+                if clip:
+                    fabric.clip_gradients(module, optimizer, **clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+            fabric.strategy.settle()
+        found[str(overlap)] = scales, [parameter.tolist() for parameter in model.parameters()], late
         fabric.strategy.teardown()
     return found
 

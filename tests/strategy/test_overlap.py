@@ -21,6 +21,7 @@ from lightning_autosync.errors import DocumentError
 PAIR = {"format": "autosync-cluster/1", "name": "pair", "uniform": {"nodes": 2, "bandwidth": "1 Gbit/s"}}
 TREES = {"plan": "packed_trees", "cluster": PAIR}
 SMALL = {"bucket_cap_mb": 1e-4}
+FINE = {**TREES, "bucket_cap_mb": 5e-5}
 
 OVERLAPS: dict[str, dict[str, Any]] = {
     "trees": {"model": "Plain", "strategy": TREES},
@@ -55,6 +56,23 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "settled at odd times": {"model": "Settles", "strategy": SMALL},
     "torch.func": {"model": "Functional", "strategy": SMALL},
     "manual optimization": {"model": "ByHand", "strategy": SMALL},
+    "gradient scaler": {"model": "Scaled", "half": True, "max_epochs": 3, "strategy": FINE},
+    "gradient scaler, accumulation": {
+        "model": "Scaled",
+        "half": True,
+        "max_epochs": 3,
+        "accumulate_grad_batches": 2,
+        "strategy": FINE,
+    },
+    "gradient scaler, clipping by value": {
+        "model": "Scaled",
+        "half": True,
+        "strategy": FINE,
+        "gradient_clip_val": 0.02,
+        "gradient_clip_algorithm": "value",
+    },
+    "gradient scaler, manual optimization": {"model": "ByHand", "half": True, "strategy": FINE},
+    "gradient scaler, mixture": {"model": "Mixture", "half": True, "max_epochs": 1, "strategy": FINE},
 }
 WAITS: dict[str, dict[str, Any]] = {
     "clipping by norm": {"model": "Plain", "gradient_clip_val": 0.05},
@@ -65,9 +83,17 @@ WAITS: dict[str, dict[str, Any]] = {
     "two optimizers, accumulation in place": {"model": "AccumulatesInPlace", "strategy": SMALL},
     "freezing": {"model": "ThawsLate", "strategy": SMALL},
     "compiled part": {"model": "Compiled"},
+    "gradient scaler, native": {"model": "Scaled", "half": True, "strategy": {"plan": "all_reduce", **SMALL}},
+    "gradient scaler, gradients seen": {"model": "ScaledAndSeen", "half": True, "strategy": FINE},
+    "gradient scaler, gradients seen by one rank": {"model": "ScaledAndSeenEarly", "half": True, "strategy": FINE},
+    "gradient scaler, fused optimizer": {"model": "ScaledAndFused", "half": True, "strategy": FINE},
+    "gradient scaler, own class": {"model": "ScaledByOwnClass", "half": True, "strategy": FINE},
+    "gradient scaler, two optimizers": {"model": "ScaledInParts", "half": True, "strategy": FINE},
+    "gradient scaler, called by hand": {"model": "ScaledAndUnscaled", "half": True, "strategy": FINE},
     "scaler with overflows": {"model": "Mixture", "half": True, "max_epochs": 1},
 }
 QUICK = ("trees", "native", "another order", "clipping by value", "settled at odd times", "clipping by norm")
+QUICK += ("gradient scaler", "gradient scaler, fused optimizer")
 
 
 @pytest.mark.parametrize("case", sweep(OVERLAPS, [case for case in OVERLAPS if case in QUICK]))
@@ -85,10 +111,11 @@ CLIPS: dict[str, dict[str, Any]] = {
     "unused": {"model": "Unused"},
     "tied": {"model": "Tied"},
     "parts by hand": {"model": "ClipsParts", "gradient_clip_val": None},
+    "gradient scaler": {"model": "Scaled", "half": True},
 }
 
 
-@pytest.mark.parametrize("case", sweep(CLIPS, ["trees", "parts by hand"]))
+@pytest.mark.parametrize("case", sweep(CLIPS, ["trees", "parts by hand", "gradient scaler"]))
 def test_gradients_are_clipped_by_norm_before_all_sums_have_come(duo, case: str) -> None:
     found = duo.run(overlap_jobs.clipped, strategy={**TREES, "bucket_cap_mb": 5e-5}, **CLIPS[case])
     assert found[0]["step"][0] == found[1]["step"][0]
@@ -99,9 +126,12 @@ def test_gradients_are_clipped_by_norm_before_all_sums_have_come(duo, case: str)
         assert late[0] > 0
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("model", ["ReadsOnRankZero", "ChangesGradients", "Thaws"])
-def test_ranks_clip_when_all_sums_have_come_if_gradients_are_read_or_parameters_change(duo, model: str) -> None:
-    for found in duo.run(overlap_jobs.clipped, model=model, strategy={**TREES, **SMALL}):
+def test_ranks_clip_when_all_sums_have_come_if_gradients_are_read_or_parameters_change(
+    duo, model: str, half: bool
+) -> None:
+    for found in duo.run(overlap_jobs.clipped, model=model, half=half, strategy={**TREES, **SMALL}):
         assert found["step"][0] == found["None"][0]
         assert found["step"][1][0] == 0
 
@@ -114,6 +144,20 @@ def test_fabric_clips_by_norm_before_all_sums_have_come(duo) -> None:
         np.testing.assert_allclose(early_norms, norms, rtol=1e-6)
         for one, other in zip(weights, early_weights, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-7)
+        assert late[0] > 0
+
+
+@pytest.mark.parametrize("clip", [{}, {"clip_val": 0.02}, {"max_norm": 0.5, "error_if_nonfinite": False}])
+def test_fabric_unscales_gradients_before_all_sums_have_come(duo, clip: dict[str, float]) -> None:
+    found = duo.run(overlap_jobs.scaled_by_fabric, strategy=FINE, clip=clip)
+    assert found[0]["step"][:2] == found[1]["step"][:2]
+    for ranks in found:
+        (scales, weights, waits), (early_scales, early_weights, late) = ranks["None"], ranks["step"]
+        assert early_scales == scales
+        assert min(scales) < scales[3] < max(scales)
+        for one, other in zip(weights, early_weights, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-5 if "max_norm" in clip else 0, atol=0)
+        assert waits == [0, 0]
         assert late[0] > 0
 
 
@@ -130,6 +174,13 @@ def test_waits_where_gradients_are_read_or_parameters_change(duo, case: str) -> 
         assert different == []
         assert moved
         assert late[0] == 0
+
+
+@pytest.mark.parametrize(("model", "waits"), [("Scaled", False), ("ScaledInParts", True), ("ScaledAndFused", True)])
+def test_the_log_says_where_a_scaler_waits_but_not_that_overflows_do(duo, model: str, waits: bool) -> None:
+    told, _ = duo.run(overlap_jobs.told, model=model, half=True, strategy=FINE)
+    assert [line for line in told if " needs them " in line and "_unscale_grads_ (grad_scaler.py" not in line] == []
+    assert any(" needs them " in line for line in told) == waits
 
 
 @pytest.mark.parametrize("name", sweep(overlap_jobs.OPTIMIZERS, ["AdamW", "learning rate as a tensor"]))
