@@ -64,10 +64,10 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
         now = max(backward.end, waits) + prediction.passing
         left = {message.index for message in schedule.messages} - {*waited}
         for needed, share in layers:
-            for index in sorted(needed & left):
-                while arrivals[index] > now and (come := [one for one in left if arrivals[one] <= now]):
-                    left.remove(min(come))
-                    now += taking[min(come)]
+            while awaited := needed & left:
+                index = min(awaited)
+                come = [one for one in left if arrivals[one] <= now] if arrivals[index] > now else []
+                index = min(come, default=index)
                 left.remove(index)
                 now = max(now, arrivals[index]) + taking[index]
             now += share * forward.seconds

@@ -3,8 +3,9 @@
     python -m tests.benchmarks.tuning_inside [seconds=150] [steps=300] [least=100] [out=FILE.jsonl] [plan=FILE.yaml] \
         [PAIR ...]
 
-PAIR is CLUSTER:MODEL[@RATE], and RATE is that of the cluster's fastest link. By default, a ring all-reduce takes `RING`
-seconds: the rate is chosen so, and where that would be above `FASTEST`, models are made smaller.
+PAIR is CLUSTER:MODEL[@RATE], and RATE is that of the cluster's fastest link. By default, a ring all-reduce of four ranks
+takes `RING` seconds, and one of more ranks longer in proportion, because all ranks share the cores of one machine: the
+rate is chosen so, and where that would be above `FASTEST`, models are made smaller.
 
 First come short jobs of DDP with each of `DDP`'s settings, and second ones with the fastest. These are left out if the
 first ones took more than a third of ``seconds``, as on distant links. Then two jobs live on the same links at the same
@@ -89,6 +90,7 @@ DDP: dict[str, dict[str, Any]] = {
 }
 OURS = {"cluster": "auto", "tuning": {"cache": None}, "gradient_as_bucket_view": True}
 RING = 0.12
+"""Seconds of a ring all-reduce of at most four ranks."""
 FASTEST = 200e6
 """Bytes/s of the fastest link, at most: two cores carry no more."""
 WARM_UP, SCREENED, SLICE = 2, 4, 10
@@ -287,7 +289,7 @@ def settings_of(pair: str) -> dict[str, Any]:
         settings[kind] = yaml.safe_load((ROOT / "conf" / kind / f"{name}.yaml").read_text())
     if not rate:
         shipped = make_cluster(TrainingSettings.parse(settings), None)
-        wanted = fastest_of(shipped) * ring_time(shipped, size_of(settings)) / RING
+        wanted = fastest_of(shipped) * ring_time(shipped, size_of(settings)) / (RING * max(1.0, shipped.world_size / 4))
         rate = f"{8e-6 * min(FASTEST, wanted):.0f} Mbit/s"
         settings["model"]["scale"] *= min(1.0, FASTEST / wanted)
     return {**settings, "cluster_fastest": rate}

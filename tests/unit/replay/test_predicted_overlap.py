@@ -66,6 +66,19 @@ def test_a_main_thread_takes_sums_and_makes_steps_while_it_waits() -> None:
     assert found == pytest.approx(0.01 + 0.03 + 0.05 + 1.0 + 2.0 + 0.25)
 
 
+def test_a_layer_may_need_several_messages_of_which_some_are_taken_while_it_waits() -> None:
+    together = tuple(each.model_copy(update={"ready": 2.0}) for each in WORKLOAD.variables)
+    workload = WORKLOAD.model_copy(update={"variables": together})
+    taking = (0.05, 0.03)  # of the messages by index; both are needed by the only layer
+    prediction = predicted(0.0, 0.0)
+    spans = tuple(
+        replace(span, end=3.0 + after) for span, after in zip(prediction.timeline.messages, (0.2, -1.0), strict=True)
+    )
+    prediction = replace(prediction, timeline=replace(prediction.timeline, messages=spans), taking=taking)
+    found = overlapped_step(SCHEDULE, workload, prediction)
+    assert found == pytest.approx(0.2 + 0.05 + 1.0 + 2.0 + 0.25)
+
+
 def test_a_replayed_step_is_never_slower_with_overlap() -> None:
     for builder in ("all_reduce", "packed_trees", "byteps"):
         schedule = compile_plan(builders.build(builder, WORKLOAD, CLUSTER), WORKLOAD, CLUSTER)
