@@ -42,6 +42,8 @@ _deferring: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 """Optimizers whose steps leave out parameters that are due, and the handles of `_before_step`."""
 _MOST_READERS = 10
 """Largest number of functions of which `StepOverlap` tells that they wait."""
+_UNSCALED = (torch.float32, torch.float64, torch.bfloat16)
+"""Types of parameters whose gradients may be unscaled when they have come."""
 _TAKEN = "_autosync_taken"
 """Attribute of a part of an optimizer: a `_Taken` for each of its groups."""
 
@@ -268,7 +270,7 @@ class StepOverlap:
             The parameters whose gradients are multiplied later; the others' have come, or are not of this module. It is
             empty, on every rank, if the caller must read all gradients: some gradient of those under way is not finite
             (or so large that their norm is not), the optimizer lacks parameters of the last pass, some are in fp16 or
-            complex, or `clip_by_norm` would return None.
+            complex or not on a CPU, or `clip_by_norm` would return None.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
@@ -278,7 +280,8 @@ class StepOverlap:
             launched = () if self._launched is None else self._launched.members.values()
             if any(each not in wanted for members in launched for each in members):
                 return set()
-            if any(each.dtype == torch.float16 or not each.is_floating_point() for each in parameters):
+            # Devices other than CPUs have not been tried.
+            if any(each.dtype not in _UNSCALED or each.device.type != "cpu" for each in parameters):
                 return set()
             self._stream.follow()
             norms = self._norms(parameters)
