@@ -146,10 +146,23 @@ def rank_plans(
     found = selection.result()
     if _computes(workload) or not searches:
         return [replace(each, balanced=each.seconds) for each in found]
-    workload = _balanced(workload, cluster, found[0].seconds)
+    left = _Budget(clock, budget.begun + seconds - clock())
+    return _beside_computation(found, _balanced(workload, cluster, found[0].seconds), cluster, costs, native_only, left)
+
+
+def _beside_computation(
+    found: list[PredictedPlan],
+    workload: Workload,
+    cluster: ClusterSpec,
+    costs: Constants,
+    native_only: bool,
+    budget: _Budget,
+) -> list[PredictedPlan]:
+    """The plans with the predicted time of a step of ``workload``, which has a computation, as far as there is time.
+
+    Native plans come first: DDP's is one of them, and the others are compared with it.
+    """
     replay, steps = Replay(workload, cluster, costs), dict[int, float]()
-    budget = _Budget(clock, budget.begun + seconds - clock())
-    # Native plans come first: DDP's is one of them, and the others are compared with it.
     for place in sorted(range(len(found)), key=lambda place: not found[place].origin.startswith(_ALL_REDUCE)):
         if budget.is_spent():
             break
