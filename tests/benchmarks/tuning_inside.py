@@ -3,9 +3,9 @@
     python -m tests.benchmarks.tuning_inside [seconds=150] [steps=300] [least=100] [out=FILE.jsonl] [plan=FILE.yaml] \
         [PAIR ...]
 
-PAIR is CLUSTER:MODEL[@RATE], and RATE is that of the cluster's fastest link. By default, a ring all-reduce of four ranks
-takes `RING` seconds, and one of more ranks longer in proportion, because all ranks share the cores of one machine: the
-rate is chosen so, and where that would be above `FASTEST`, models are made smaller.
+PAIR is CLUSTER:MODEL[@RATE], and RATE is that of the cluster's fastest link. By default, a ring all-reduce takes `RING`
+seconds for up to four ranks, and longer in proportion for more, because all ranks share the cores of one machine. The
+rate is chosen so. Where it would be above `FASTEST`, models are made smaller.
 
 First come short jobs of DDP with each of `DDP`'s settings, and second ones with the fastest. These are left out if the
 first ones took more than a third of ``seconds``, as on distant links. Then two jobs live on the same links at the same
