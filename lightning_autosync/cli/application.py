@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import lightning_autosync
 from lightning_autosync import interrupts
 from lightning_autosync.errors import AutoSyncError, DocumentError, UnwritableError, needed_for
 
@@ -56,6 +57,9 @@ def main() -> None:
         _print_page(usage())
         sys.exit(0 if len(sys.argv) > 1 else _WRONG_LINE)
     verb = sys.argv[1]
+    if verb == "--version":
+        print(f"autosync {lightning_autosync.__version__}")
+        return
     if verb not in VERBS:
         print(_unknown_verb(verb), file=sys.stderr)
         sys.exit(_WRONG_LINE)
@@ -130,7 +134,8 @@ def _unknown_verb(verb: str) -> str:
 def usage() -> str:
     """The usage with one verb per line."""
     lines = [f"  {verb:10} {purpose}" for verb, purpose in VERBS.items()]
-    return "\n".join(["usage: autosync VERB key=value ...", "", *lines, "", "autosync VERB --help lists the keys."])
+    keys = "autosync VERB --help lists the keys."
+    return "\n".join(["usage: autosync VERB key=value ...", "       autosync --version", "", *lines, "", keys])
 
 
 def run_verb(verb: str) -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.cluster.files import shipped_clusters
-from lightning_autosync.cluster.units import warn_of_bare_rates
+from lightning_autosync.cluster.units import warn_of_bare_numbers
 from lightning_autosync.documents import SUFFIXES, naming_lines, read_data, write_text
 from lightning_autosync.errors import ClusterError, DocumentError
 
@@ -253,7 +253,7 @@ def _write_option(choice: str, option: Path) -> None:
     data = read_data(path, ClusterError)
     with naming_lines(path):
         ClusterSpec.from_dict(data, choice)
-    warn_of_bare_rates(data, choice)
+    warn_of_bare_numbers(data, choice)
     write_text(option, json.dumps(_without_interpolation(data)))  # JSON is valid YAML, and Hydra reads only *.yaml
 
 

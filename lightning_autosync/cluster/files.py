@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.cluster.units import warn_of_bare_rates
+from lightning_autosync.cluster.units import warn_of_bare_numbers
 from lightning_autosync.documents import checked, did_you_mean, is_path, naming_lines, read_data
 from lightning_autosync.errors import ClusterError
 
@@ -44,7 +44,7 @@ def resolve_cluster(value: ClusterSpec | str | os.PathLike[str]) -> ClusterSpec:
         raise ClusterError(f"cluster: expected a ClusterSpec, a path or a name, got {type(value).__name__}")
     if is_path(value):
         spec = ClusterSpec.load(value)
-        warn_of_bare_rates(read_data(value, ClusterError), os.fspath(value))
+        warn_of_bare_numbers(read_data(value, ClusterError), os.fspath(value))
         return spec
     name, shipped = os.fspath(value), shipped_clusters()
     if name not in shipped:

@@ -20,7 +20,7 @@ from lightning_autosync.cluster.checks import (
     stranded,
 )
 from lightning_autosync.cluster.shapes import MOST_NODES, MOST_RANKS, SHAPES, expand_short_form
-from lightning_autosync.cluster.units import Bytes, Rate, Seconds, warn_of_bare_rates
+from lightning_autosync.cluster.units import Bytes, Rate, Seconds, warn_of_bare_numbers
 from lightning_autosync.documents import Count, Document, Record
 from lightning_autosync.errors import ClusterError
 
@@ -210,7 +210,7 @@ class ClusterSpec(Document):
     @classmethod
     def _from_shape(cls, name: str, shape: str, fields: dict[str, Any]) -> ClusterSpec:
         found = cls.from_dict({"format": cls.FORMAT, "name": name, shape: fields})
-        warn_of_bare_rates({shape: fields}, cls.__name__)
+        warn_of_bare_numbers({shape: fields}, cls.__name__)
         return found
 
     @cached_property

@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pydantic import BeforeValidator, WithJsonSchema
@@ -41,6 +41,8 @@ SECONDS_UNITS: Mapping[str, float] = {
 
 _RATE_FIELDS = ("bandwidth", "bandwidths", "reverse_bandwidth", "uplink", "local_bandwidth")
 """The fields of cluster files that are rates."""
+_LATENCY_FIELDS = ("latency", "local_latency")
+"""The fields of cluster files that are latencies."""
 
 _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s]*)")
 
@@ -51,6 +53,8 @@ SMALLEST_RATE = 1e-3
 """Smallest rate in bytes/s."""
 SLOWEST_BARE = 125e3
 """Rate in bytes/s (1 Mbit/s) below which a number without a unit was probably meant in another unit."""
+LONGEST_BARE = 1.0
+"""Latency in seconds from which a number without a unit was probably meant in another unit."""
 LONGEST = 1e6
 """Largest time in seconds."""
 LARGEST_SIZE = 1e18
@@ -65,34 +69,50 @@ def parse_rate(value: Any) -> float:
     return rate
 
 
-def warn_of_bare_rates(data: Any, source: str) -> None:
-    """Warn once if rates of a cluster are numbers without a unit that are below `SLOWEST_BARE`.
+def warn_of_bare_numbers(data: Any, source: str) -> None:
+    """Warn once if a cluster has numbers without a unit that were probably meant in another one.
+
+    These are rates below `SLOWEST_BARE`, and latencies of `LONGEST_BARE` or more.
 
     Args:
         data: fields of the cluster, which were validated.
         source: the file that has them, or what made them.
     """
-    found = list(_small_bare_rates(data, "", False))
+    found = list(_doubtful(data, "", ""))
     if found and not getattr(rank_zero_only, "rank", None):  # the command line has no rank
-        place, number = found[0]
+        place, number, units = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         warnings.warn(
-            f"{source}: {place}: {number} is {number} bytes/s{more}; write '{number} Mbit/s', or '{number} B/s' if "
-            "that is meant",
+            f"{source}: {place}: {number} is {number} {units.taken}{more}; write '{number} {units.usual}', or "
+            f"'{number} {units.plain}' if that is meant",
             stacklevel=3,
         )
 
 
-def _small_bare_rates(data: Any, place: str, is_rate: bool) -> Iterator[tuple[str, str]]:
-    """The place and the number of each such rate within plain data."""
+class _Units(NamedTuple):
+    """Units of a quantity: the one that a number without a unit has, in words and as a unit, and a usual one."""
+
+    taken: str
+    plain: str
+    usual: str
+
+
+_RATE, _LATENCY = _Units("bytes/s", "B/s", "Mbit/s"), _Units("seconds", "s", "us")
+
+
+def _doubtful(data: Any, place: str, field: str) -> Iterator[tuple[str, str, _Units]]:
+    """The place, the number and the units of each such number within plain data."""
     if isinstance(data, dict):
         for name, value in data.items():
-            yield from _small_bare_rates(value, f"{place}.{name}" if place else name, name in _RATE_FIELDS)
+            yield from _doubtful(value, f"{place}.{name}" if place else name, name)
     elif isinstance(data, list):
         for index, value in enumerate(data):
-            yield from _small_bare_rates(value, f"{place}[{index}]", is_rate)
-    elif is_rate and data is not None and not _QUANTITY.sub(r"\2", str(data).strip()) and float(data) < SLOWEST_BARE:
-        yield place, str(data).strip()
+            yield from _doubtful(value, f"{place}[{index}]", field)
+    elif data is not None and not _QUANTITY.sub(r"\2", number := str(data).strip()):
+        if field in _RATE_FIELDS and float(data) < SLOWEST_BARE:
+            yield place, number, _RATE
+        elif field in _LATENCY_FIELDS and float(data) >= LONGEST_BARE:
+            yield place, number, _LATENCY
 
 
 def parse_seconds(value: Any) -> float:

@@ -60,6 +60,7 @@ from lightning_autosync.documents.text import (
     shortened,
     shown,
     table_text,
+    unknown_name,
 )
 
 __all__ = [
@@ -106,6 +107,7 @@ __all__ = [
     "shortened",
     "shown",
     "table_text",
+    "unknown_name",
     "whole_lines",
     "write_bytes",
     "write_data",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,12 @@ def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = "
     """
     near = get_close_matches(name, list(known), most)
     return f"did you mean {' or '.join(map(show, near))}?" if near else ""
+
+
+def unknown_name(name: str, known: Collection[str]) -> str:
+    """The end of an error about a wrong name among ``known``: the nearest of these, and all of them."""
+    near = did_you_mean(name, known)
+    return f"not known; {near and f'{near} '}allowed: {', '.join(known)}"
 
 
 def canonical(data: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import statistics
 import time
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import unknown_name
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ClusterError, DocumentError, UnwritableError
 from lightning_autosync.measure.models.model import Batch, Model
@@ -224,13 +226,17 @@ def _trainer(job: RankTraining, times: StepTimes) -> L.Trainer:
 
 
 def _check_types(arguments: dict[str, Any]) -> None:
-    """Refuse values of a wrong type for arguments of the Trainer that take numbers, strings or None only.
+    """Refuse arguments that the Trainer does not have, and values of a wrong type if it takes plain values only.
 
-    The Trainer does not check them, and would fail later with a traceback.
+    The Trainer does not check types, and would fail later with a traceback.
 
     Raises:
-        DocumentError: a value has a wrong type.
+        DocumentError: a name is unknown, or a value has a wrong type.
     """
+    names = list(inspect.signature(L.Trainer.__init__).parameters)[1:]
+    for name in arguments:
+        if name not in names:
+            raise DocumentError(f"trainer.{name}: {unknown_name(name, names)}")
     for name, hint in get_type_hints(L.Trainer.__init__).items():
         kinds = get_args(hint) or (hint,)
         if name in arguments and _PLAIN.issuperset(kinds) and not isinstance(arguments[name], kinds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
@@ -22,6 +23,8 @@ from lightning_autosync.plan import Semantics
 
 _OURS = {"strategy": "sync", "devices": "ranks or cluster", "num_nodes": "cluster", "default_root_dir": "hydra.run.dir"}
 """Arguments of the Trainer that other keys set, with those keys."""
+_CHECKPOINT_WORDS = ("last", "hpc", "registry")
+"""Values of the Trainer's ``ckpt_path`` that are no paths."""
 
 
 class Synchronization(Record):
@@ -136,7 +139,17 @@ class TrainingSettings(ClusterSettings):
         if self.cluster is None and self.launch.kind in ("emulated", "ssh"):
             raise ValueError(needs_cluster(self.launch.kind))
         self._check_cluster()
+        # Other launchers may start ranks where this file is not.
+        if self.launch.kind in ("local", "emulated") and _is_missing(self.checkpoint):
+            raise ValueError(f"checkpoint: {self.checkpoint}: no such file or directory")
         return self
+
+
+def _is_missing(checkpoint: str | None) -> bool:
+    """Whether a checkpoint is the path of a local file that does not exist."""
+    if checkpoint is None or "://" in checkpoint or checkpoint.partition(":")[0] in _CHECKPOINT_WORDS:
+        return False
+    return not os.path.exists(checkpoint)
 
 
 class TrainingResult(Result):

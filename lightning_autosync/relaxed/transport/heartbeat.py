@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from lightning_autosync.documents import unknown_name
 from lightning_autosync.errors import DocumentError
 
 
@@ -94,11 +95,11 @@ def read_heartbeat(given: HeartbeatSettings | Mapping[str, float] | None) -> Hea
     """
     if given is None or isinstance(given, HeartbeatSettings):
         return given or HeartbeatSettings()
-    allowed = ", ".join(field.name for field in fields(HeartbeatSettings))
+    names = [field.name for field in fields(HeartbeatSettings)]
     if not isinstance(given, Mapping):
-        raise DocumentError(f"heartbeat: expected a mapping with keys {allowed}; got {given!r}")
-    if unknown := sorted(set(given) - {field.name for field in fields(HeartbeatSettings)}):
-        raise DocumentError(f"heartbeat.{unknown[0]}: not known; allowed: {allowed}")
+        raise DocumentError(f"heartbeat: expected a mapping with keys {', '.join(names)}; got {given!r}")
+    if unknown := sorted(set(given) - {*names}):
+        raise DocumentError(f"heartbeat.{unknown[0]}: {unknown_name(unknown[0], names)}")
     return HeartbeatSettings(**{name: read_seconds(f"heartbeat.{name}", value) for name, value in given.items()})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 from optuna.study import Study
 
-from lightning_autosync.documents import counted
+from lightning_autosync.documents import counted, unknown_name
 from lightning_autosync.learned import Estimator, ReplayEstimator
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan import SyncPlan
@@ -96,7 +96,7 @@ class SamplerSizes:
         names = [one.name for one in fields(cls)]
         for name in options:
             if name not in names:
-                raise ValueError(f"{name}: not known; allowed: {', '.join(names)}")
+                raise ValueError(f"{name}: {unknown_name(name, names)}")
         cls(**options)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from lightning_autosync.documents import unknown_name
 from lightning_autosync.errors import DocumentError
 
 DEFAULT_CACHE = "default"
@@ -75,7 +76,7 @@ def read_tuning(value: object) -> TuningSettings | None:
     if isinstance(value, Mapping):
         names = [field.name for field in fields(TuningSettings)]
         if unknown := [name for name in value if name not in names]:
-            raise DocumentError(f"tuning.{unknown[0]}: not known; allowed: {', '.join(names)}")
+            raise DocumentError(f"tuning.{unknown[0]}: {unknown_name(str(unknown[0]), names)}")
         return TuningSettings(**value)
     if value not in ("auto", "off"):
         raise DocumentError(f"tuning: {value!r} is not known; allowed: 'auto', 'off' or TuningSettings(...)")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,12 @@ def test_a_verb_that_is_nearly_one_is_named(
     assert caught.value.code == 2
     told = f"autosync: '{wrong}' is not a verb; did you mean '{meant}'? autosync --help lists the verbs\n"
     assert capsys.readouterr().err == told
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["autosync", "--version"])
+    main()
+    assert capsys.readouterr().out == f"autosync {version('lightning-autosync')}\n"
 
 
 def test_the_value_of_an_unknown_group_names_the_group() -> None:

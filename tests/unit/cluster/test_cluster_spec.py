@@ -127,12 +127,17 @@ def test_shipped_clusters_load_round_trip_and_meet_their_schema(name: str, tmp_p
             {"uniform": {"nodes": 2, "bandwidth": 99999.5}},
             "uniform.bandwidth: 99999.5 is 99999.5 bytes/s; write '99999.5 Mbit/s', or '99999.5 B/s' if that is meant",
         ),
-        ({"uniform": {"nodes": 2, "bandwidth": 125000, "latency": 1}}, None),
+        (
+            {"uniform": {"nodes": 2, "bandwidth": 125000, "latency": 50}},
+            "uniform.latency: 50 is 50 seconds; write '50 us', or '50 s' if that is meant",
+        ),
+        ({"uniform": {"nodes": 2, "bandwidth": 125000, "latency": 0.99}}, None),
+        ({"uniform": {"nodes": 2, "bandwidth": 125000, "latency": "50 s"}}, None),
         ({"racks": {"racks": 1, "nodes_per_rack": 2, "bandwidth": "1 B/s", "uplink": "1e9"}}, None),
         ({"uniform": {"nodes": 2, "bandwidth": None}}, None),
     ],
 )
-def test_a_slow_rate_without_a_unit_is_told_once(
+def test_a_number_without_a_unit_that_is_probably_wrong_is_told_once(
     short_form: dict[str, Any], told: str | None, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     path = tmp_path / "cluster.yaml"

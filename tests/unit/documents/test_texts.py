@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_autosync.documents import bytes_text, did_you_mean
+from lightning_autosync.documents import bytes_text, did_you_mean, unknown_name
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,8 @@ def test_the_nearest_names_are_suggested() -> None:
     both = "did you mean two_racks_8to1=... or two_racks_2to1=...?"
     assert did_you_mean("two_racks_8", known, "{}=...".format, most=3) == both
     assert did_you_mean("mesh", known) == ""
+
+
+def test_an_unknown_name_is_told_with_the_nearest_one_and_all_others() -> None:
+    assert unknown_name("prob", ["probe", "search"]) == "not known; did you mean 'probe'? allowed: probe, search"
+    assert unknown_name("x", ["probe", "search"]) == "not known; allowed: probe, search"

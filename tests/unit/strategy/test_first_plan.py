@@ -14,7 +14,7 @@ from torch import nn
 from tuned_plans import CLUSTER, tuned, workload
 
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
-from lightning_autosync.errors import OpeningError
+from lightning_autosync.errors import DocumentError, OpeningError
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import TuningCache
 from lightning_autosync.strategy.settings import StrategySettings
@@ -22,7 +22,7 @@ from lightning_autosync.strategy.tuning import job_tuning
 from lightning_autosync.strategy.tuning.job_tuning import TRIAL_CONNECT_TIMEOUT, JobTuning
 from lightning_autosync.strategy.tuning.preparation import Preparation, _of_entry
 from lightning_autosync.strategy.tuning.proposals import JobLinks
-from lightning_autosync.strategy.tuning.settings import TuningSettings
+from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
 
 
 @dataclass
@@ -124,3 +124,10 @@ def test_the_links_of_a_remembered_plan_are_not_called_measured(described: bool,
     """The earlier job may have measured them or not."""
     entry = tuned()
     assert _of_entry(entry, workload(), entry.key, described).links.describe() == links
+
+
+def test_a_wrong_name_of_a_setting_of_tuning_suggests_the_nearest_one() -> None:
+    with pytest.raises(
+        DocumentError, match=r"^tuning\.prob: not known; did you mean 'probe'\? allowed: probe, search, "
+    ):
+        read_tuning({"prob": 5})
