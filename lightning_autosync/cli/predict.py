@@ -167,7 +167,10 @@ def _constants(settings: PredictSettings) -> Constants:
 
 
 def _cluster(value: str | dict[str, Any]) -> ClusterSpec:
-    return ClusterSpec.from_dict(value) if isinstance(value, dict) else resolve_cluster(value)
+    cluster = ClusterSpec.from_dict(value) if isinstance(value, dict) else resolve_cluster(value)
+    if cluster.world_size == 1:
+        raise DocumentError(f"cluster: '{cluster.name}' has one rank, so nothing is synchronized; give two or more")
+    return cluster
 
 
 def _plan(name: str, arguments: dict[str, Any], workload: Workload, cluster: ClusterSpec) -> SyncPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_autosync.measure.probe.settings import ProbeDocument, ProbeSettin
 from lightning_autosync.measure.probe.table import link_rows, links_table, nodes_table, pairs_table
 from lightning_autosync.measure.workers.pool import WorkerPool
 from lightning_autosync.replay.constants import Constants
+
+_log = logging.getLogger(__name__)
 
 
 def probe(configuration: dict[str, Any], directory: Path) -> None:
@@ -59,6 +62,8 @@ def run_probe(settings: ProbeSettings) -> dict[str, Any]:
     """Start the ranks, probe, and end them; returns the result of :func:`probe_ranks`."""
     assert not isinstance(settings.launch, TorchrunSettings)
     where = settings.named_cluster()
+    measured = "links, then hosts" if settings.constants else "links"
+    _log.info("probe: measures %s; this takes seconds to minutes, longer with more nodes", measured)
     with (
         settings.launch.open(where) as launch,
         WorkerPool(launch.world_size or settings.ranks, launch, timeout=settings.timeout) as pool,

@@ -67,10 +67,8 @@ def predict_gain(
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
-        DocumentError: the cluster has one rank only, or the global batch no whole number of micro-batches.
+        DocumentError: the global batch has no whole number of micro-batches.
     """
-    if cluster.world_size == 1:
-        raise DocumentError(f"cluster: '{cluster.name}' has one rank, so nothing is synchronized; give two or more")
     replay = Replay(workload, cluster, constants)
     settings = _of_ddp(workload, cluster, constants, ddp)
     plan, reason = choose_without_trials(workload, cluster, constants, tuning)

@@ -61,6 +61,13 @@ def test_a_plan_for_another_model_is_named(tmp_path: Path) -> None:
         predict({**ASKED, "plan": path}, tmp_path)
 
 
+ONE_RANK = {
+    "format": "autosync-cluster/1",
+    "name": "one",
+    "uniform": {"nodes": 1, "devices": 1, "bandwidth": "1 Gbit/s"},
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -78,6 +85,7 @@ def test_a_plan_for_another_model_is_named(tmp_path: Path) -> None:
         ({"workload": "alexnet"}, "no model 'alexnet' in the catalogue"),
         ({"workload": "w.yaml", "model": {"batch_size": 1}}, "model: workload 'w.yaml' is a file"),
         ({"cluster": "moon"}, "no shipped cluster is named 'moon'"),
+        ({"cluster": ONE_RANK}, "cluster: 'one' has one rank, so nothing is synchronized; give two or more"),
         ({"links": 3}, "links: unknown field"),
         ({"rates": "nowhere.yaml"}, "rates: only for a plan that splits operators"),
         ({"module": MODULE}, "module: only for a plan that splits operators"),
