@@ -23,7 +23,7 @@ from lightning_autosync.replay import Constants
 from lightning_autosync.report.gain import GainResult, gain_remarks, gain_table
 from lightning_autosync.report.hybrid_prediction import predict_hybrid
 from lightning_autosync.report.predict import predict as predict_step
-from lightning_autosync.strategy.gain import predict_gain
+from lightning_autosync.strategy.gain import check_ranks, predict_gain
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload, catalogue
 
@@ -105,6 +105,7 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
     _refuse(settings, ("module", "rates"), "only for a plan that splits operators")
     _refuse(settings, ("search_seconds", "ddp"), "only without plan=")
     workload, cluster = _workload(settings), _cluster(settings.cluster)
+    check_ranks(cluster)
     constants = _constants(settings)
     plan = _plan(settings.plan, settings.arguments, workload, cluster)
     text = predict_step(plan, workload, cluster, directory, constants, settings.plan, settings.micro_batches)
@@ -167,10 +168,7 @@ def _constants(settings: PredictSettings) -> Constants:
 
 
 def _cluster(value: str | dict[str, Any]) -> ClusterSpec:
-    cluster = ClusterSpec.from_dict(value) if isinstance(value, dict) else resolve_cluster(value)
-    if cluster.world_size == 1:
-        raise DocumentError(f"cluster: '{cluster.name}' has one rank, so nothing is synchronized; give two or more")
-    return cluster
+    return ClusterSpec.from_dict(value) if isinstance(value, dict) else resolve_cluster(value)
 
 
 def _plan(name: str, arguments: dict[str, Any], workload: Workload, cluster: ClusterSpec) -> SyncPlan:

@@ -47,6 +47,16 @@ class _Price:
         )
 
 
+def check_ranks(cluster: ClusterSpec) -> None:
+    """Refuse a cluster of one rank.
+
+    Raises:
+        DocumentError: it has one rank.
+    """
+    if cluster.world_size == 1:
+        raise DocumentError(f"cluster: '{cluster.name}' has one rank, so nothing is synchronized; give two or more")
+
+
 def predict_gain(
     workload: Workload,
     cluster: ClusterSpec,
@@ -67,8 +77,9 @@ def predict_gain(
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
-        DocumentError: the global batch has no whole number of micro-batches.
+        DocumentError: the cluster has one rank only, or the global batch no whole number of micro-batches.
     """
+    check_ranks(cluster)
     replay = Replay(workload, cluster, constants)
     settings = _of_ddp(workload, cluster, constants, ddp)
     plan, reason = choose_without_trials(workload, cluster, constants, tuning)
