@@ -51,16 +51,16 @@ def help_text(verb: str, purpose: str) -> str:
     lines += ["", "keys:", *(f"  {line}" for line in _keys(text))]
     lines += ["", f"Keys of an option are set by GROUP.KEY=VALUE, and read in {directory}."]
     lines += ["--config-dir DIR adds options of your own: DIR/GROUP/OPTION.yaml."]
-    return "\n".join([*lines, "", *_outputs(data), *_places(verb, defaults)])
+    return "\n".join([*lines, "", *_outputs(verb, data), *_places(verb, defaults)])
 
 
-def _outputs(data: dict[str, Any]) -> Iterator[str]:
+def _outputs(verb: str, data: dict[str, Any]) -> Iterator[str]:
     """Where outputs go, which files they are, and, for verbs without launches, where the verb runs."""
     folder = str(data["hydra"]["run"]["dir"])
     for pattern, word in (("${now:%Y-%m-%d}", "DATE"), ("${now:%H-%M-%S}", "TIME"), ("${rank}", "RANK")):
         folder = folder.replace(pattern, word)
     if folder != ".":
-        yield f"Outputs go to {folder}; hydra.run.dir=DIR names another folder."
+        yield f"Outputs go to {folder}, with the log {verb}.log; hydra.run.dir=DIR names another folder."
     if "sweep" in data["hydra"]:
         yield "A sweep has a folder for each run there (or in hydra.sweep.dir=DIR), and ends with a table of results."
     yield from textwrap.dedent(data["hydra"]["help"]["footer"]).splitlines()
