@@ -271,7 +271,7 @@ def test_help_says_where_outputs_go_and_where_the_verb_runs(verb: str) -> None:
         assert "leaves no files" in end
     else:
         folder = "DATE/TIME-RANK" if verb == "serve" else "DATE/TIME"
-        assert f"Outputs go to outputs/{verb}/{folder}, with the log {verb}.log; hydra.run.dir=DIR names another folder." in end
+        assert f"Outputs go to outputs/{verb}/{folder}, with the log {verb}.log; hydra.run.dir=DIR names" in end
         assert "\nFiles: " in end
     launches = set(re.findall(r"launch=(\w+)", end))
     groups = yaml.safe_load((configuration_directory() / f"{verb}.yaml").read_text())["defaults"]
