@@ -342,7 +342,7 @@ class Blocks:
     record (``MSG_EOR``), the kernel begins another segment, and asks.
 
     Attributes:
-        size: bytes of a block; None sends as much as the kernel takes.
+        size: bytes of a block, about; None sends as much as the kernel takes.
     """
 
     def __init__(self, size: int | None) -> None:
@@ -364,7 +364,8 @@ class Blocks:
         # Small frames share a block.
         ends = self._open + length >= self.size / 2
         sent = connection.sendmsg(block, [], socket.MSG_EOR if ends else 0)
-        self._open = 0 if ends else self._open + sent
+        # The kernel ends the record only if it takes all of the block.
+        self._open = 0 if ends and sent == length else self._open + sent
         return sent
 
 

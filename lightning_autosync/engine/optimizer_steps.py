@@ -37,6 +37,11 @@ class DeferredStep:
         # Schedulers change a learning rate that is a tensor in place.
         self._settings = {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings}
 
+    @property
+    def in_any_order(self) -> bool:
+        """Whether ranks may make such steps in different orders. Steps of a user's class may draw random numbers."""
+        return type(self.optimizer) in _ELEMENTWISE
+
     def group_of(self, parameters: list[nn.Parameter]) -> dict[str, Any]:
         """A group of the optimizer with some of the parameters."""
         return {**self._settings, "params": parameters}

@@ -160,16 +160,19 @@ class StepOverlap:
     def _step_meanwhile(self, index: int) -> None:
         """Make the steps of messages that have come, as long as the message that a reader needs has not."""
         assert self._engine is not None
+        if self._stream.on_device:
+            return  # to wait for a sum does not block this thread there
         for other in list(self._open):
             if self._engine.has_come(index):
                 return
-            if other != index and self._engine.has_come(other) and self._stepped(other):
+            if other != index and self._engine.has_come(other) and self._may_step(other):
                 self.complete(other)
 
-    def _stepped(self, index: int) -> bool:
-        """Whether the optimizer's step was called for all parameters of a message that is still open."""
+    def _may_step(self, index: int) -> bool:
+        """Whether a message is still open, and its steps were called and may be made before their turn."""
         dues = map(due_of, self._open.get(index, ()))
-        return index in self._open and all(due is not None and due.step is not None for due in dues)
+        steps = [None if due is None else due.step for due in dues]
+        return index in self._open and all(step is not None and step.in_any_order for step in steps)
 
     def _finish(self, index: int, members: list[nn.Parameter]) -> None:
         assert self._engine is not None

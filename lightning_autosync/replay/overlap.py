@@ -40,7 +40,7 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
     """Seconds of a step, in the long run, if each layer waits for its own parameters only.
 
     A main thread takes a message's sum, and makes the optimizer's step for it, when the first layer reads one of its
-    parameters. While it waits for a sum, it does so for messages that have come.
+    parameters. Before it waits for a sum, it does so for messages that have come.
 
     In the forward pass, layers run in the reverse order of the backward pass, with times in the same proportions. A
     layer begins when the one before it has ended and the messages of its parameters have come. Messages end as long

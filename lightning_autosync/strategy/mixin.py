@@ -119,8 +119,8 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         model_averaging_period: refused, because plans state averaging. Default: None.
 
     Raises:
-        ValueError: an argument has a value that is not allowed, or has no effect with this plan.
-        DocumentError: (or a subclass) a plan or cluster is wrong.
+        DocumentError: (or a subclass) a plan or cluster is wrong, an argument has a value that is not allowed, or it
+            has no effect with this plan.
     """
 
     strategy_name = "autosync"

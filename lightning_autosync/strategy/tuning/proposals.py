@@ -266,7 +266,9 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     """The plans with the one to begin with first.
 
     It is predicted to be (almost) the fastest if only links count, and among such plans the fastest beside a
-    computation that lasts as long as gradients need on the links, because the job's own computation is unknown.
+    computation that lasts as long as gradients need on the links, because the job's own computation is unknown. It is a
+    native all-reduce if no other plan is predicted to be more than 5% faster on the links, or if the other one is
+    predicted to be more than 5% slower beside that computation.
 
     Args:
         ranked: plans as from `search_plans`.
@@ -279,16 +281,19 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     near = [each for each in ranked if each.predicted < LEAST_GAIN * best.predicted]
     # With overlap, the search fits plans to a computation that is assumed, and builders do not.
     unfitted = [each for each in near if each.name != SEARCHED] if overlaps else near
-    best = min(unfitted, key=_balanced, default=best)
+    best = fastest = next(iter(unfitted), best)
+    if all(each.balanced is not None for each in unfitted):
+        best = min(unfitted, key=_balanced, default=best)
     usual = min(natives, key=_balanced)
     if ddp.balanced is None or ddp.balanced <= LEAST_GAIN * _balanced(usual):
         usual = ddp
-    faster = native.predicted > LEAST_GAIN * best.predicted
-    first = best if faster else usual
+    faster = native.predicted > LEAST_GAIN * fastest.predicted
+    suits = best.balanced is None or best.balanced <= LEAST_GAIN * _balanced(usual)
+    first = best if faster and suits else usual
     cost = links.constants.shared_host_cost(links.cluster.world_size)
     sized = links.cluster.measured and ddp.name == DDP  # the user left the sizes of messages to the search
     large = sized and not overlaps and cores_limit(links.cluster, cost)
-    large = large and native.predicted < _GAIN_ON_SHARED_CORES * best.predicted
+    large = large and native.predicted < _GAIN_ON_SHARED_CORES * fastest.predicted
     if large:
         first = next(each for each in ranked if each.name == NATIVE)
     times = (
@@ -300,8 +305,13 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     times = f"predicted for {links.told}: {times}"
     if large:
         reason = f"a native all-reduce in large messages, because {CORES_LIMIT}; the best is {best.name}, {times}"
-    elif faster:
+    elif faster and suits:
         reason = f"{best.name}, {times}"
+    elif faster:
+        reason = (
+            f"{_native_text(first)}, because the plan that is faster on the links is predicted to be slower beside a "
+            f"computation; that is {best.name}, {times}"
+        )
     else:
         reason = (
             f"{_native_text(first)}, because no plan is predicted to be more than 5% faster than a native all-reduce; "

@@ -79,6 +79,19 @@ def test_a_reader_that_waits_makes_the_steps_whose_sums_have_come(job: Job) -> N
         assert torch.equal(own, expected)
 
 
+class SeparateSGD(torch.optim.SGD):
+    steps_parameters_separately = True
+
+
+def test_steps_of_a_users_class_are_made_in_the_order_of_their_readers() -> None:
+    """They may draw random numbers, and sums come in different orders on different ranks."""
+    job = Job(kind=SeparateSGD)
+    job.engine.late = {0}
+    job.step()
+    assert job.module[0].weight.sum() != 0
+    assert job.engine.finished == [0]
+
+
 def test_a_reader_that_waits_completes_no_other_message_before_the_step(job: Job) -> None:
     job.engine.late = {0}
     job.backward()

@@ -294,15 +294,17 @@ def test_a_transport_limits_queues_by_its_needs(monkeypatch: pytest.MonkeyPatch)
 
 
 class OneBlockAtATime:
-    """A socket that takes what it is given; it notes the length of each block, and whether a record ends there."""
+    """A socket that takes ``most`` bytes at once; it notes how many, and whether a record was to end there."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 2**16) -> None:
         self.blocks: list[tuple[int, bool]] = []
         self.data = b""
+        self._most = most
 
     def sendmsg(self, buffers: list[memoryview], ancillary: tuple[()] = (), flags: int = 0) -> int:
-        self.data += b"".join(buffers)
-        self.blocks.append((sum(map(len, buffers)), flags == socket.MSG_EOR))
+        taken = b"".join(buffers)[: self._most]
+        self.data += taken
+        self.blocks.append((len(taken), flags == socket.MSG_EOR))
         return self.blocks[-1][0]
 
 
@@ -329,6 +331,13 @@ def test_a_narrow_connection_sends_in_blocks() -> None:
         (8000, True),
         (1004, False),
     ]
+
+
+def test_a_block_of_which_the_kernel_takes_a_part_does_not_end_a_record() -> None:
+    connection, blocks = OneBlockAtATime(most=3000), Blocks(8000)
+    for size in (8000, 1000, 1000):
+        blocks.send(cast(socket.socket, connection), [memoryview(bytes(size))])
+    assert connection.blocks == [(3000, True), (1000, True), (1000, False)]
 
 
 def test_only_narrow_connections_that_share_a_route_send_in_blocks() -> None:

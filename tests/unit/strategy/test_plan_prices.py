@@ -244,6 +244,27 @@ def test_a_job_begins_with_the_plan_that_suits_a_computation_among_those_that_ar
     assert proposals.order_plans(ranked, proposals.JobLinks(PAIR, Constants())).plans[0].name == first
 
 
+@pytest.mark.parametrize(
+    ("searched", "near", "native", "first"),
+    [
+        ((1.0, 2.0), (1.04, 1.9), (1.08, 2.4), "near"),  # some plan is more than 5% faster on the links
+        ((1.0, None), (1.04, 1.9), (1.4, 2.4), SEARCHED),  # there was no time to compare the two
+        ((1.0, 3.0), (1.2, 3.0), (1.06, 1.7), proposals.NATIVE),
+        ((1.0, 1.78), (1.2, 3.0), (1.06, 1.7), SEARCHED),
+    ],
+)
+def test_a_job_begins_with_a_faster_plan_unless_it_is_slower_beside_a_computation(
+    searched: tuple[float, float | None],
+    near: tuple[float, float | None],
+    native: tuple[float, float | None],
+    first: str,
+) -> None:
+    prices = sorted({SEARCHED: searched, "near": near, proposals.NATIVE: native}.items(), key=lambda item: item[1][0])
+    found = proposals.order_plans(alternatives(dict(prices)), proposals.JobLinks(PAIR, Constants()))
+    assert found.plans[0].name == first
+    assert ("predicted to be slower beside a computation" in found.reason) == (first == proposals.NATIVE)
+
+
 def test_a_job_begins_with_large_messages_where_shared_cores_are_the_limit() -> None:
     """Predictions leave out the computation, which takes these cores from messages."""
     links = proposals.JobLinks(ClusterSpec.uniform(4, bandwidth="8 Gbit/s"), Constants(cores=2))
