@@ -131,6 +131,32 @@ def norms_of_roots(topology: str, compressor: str) -> tuple[int, float, bool]:
     return len(early), gap, refused
 
 
+def arrivals(topology: str, key: str) -> tuple[list[bool], list[bool]]:
+    """Whether each message has come, before the last rank sends anything, and some time after that.
+
+    Args:
+        key: a word that no other call uses.
+    """
+    torch.manual_seed(0)
+    module, rank, last = Net(), dist.get_rank(), dist.get_world_size() - 1
+    plan, cluster = _plan(module, "all_reduce", topology, last + 1)
+    store = dist.distributed_c10d._get_default_store()
+    with engine(module, plan, cluster, None, waits="parameters") as running:
+        (images, labels), *_ = batches(rank, 1, torch.float32)
+        if rank == last:
+            store.wait([f"{key} {other}" for other in range(last)])
+        nn.functional.cross_entropy(module(images), labels).backward()
+        before = [running.has_come(index) for index in running.pending]
+        if rank != last:
+            store.set(f"{key} {rank}", "")
+        deadline = time.monotonic() + 60
+        while not all(map(running.has_come, running.pending)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        after = [running.has_come(index) for index in running.pending]
+        running.finish()
+    return before, after
+
+
 def restored(compressor: str, topology: str) -> float:
     """How far a run that was stopped and restored half-way ends from one that was not."""
     size = dist.get_world_size()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from uuid import uuid4
+
 import engine_calls
 import pytest
 from sweeps import SHARE, crossed, sweep
@@ -62,6 +64,13 @@ def test_roots_know_the_norms_of_sums(pool, topology: str, compressor: str) -> N
         assert messages
         assert gap < 1e-6
         assert refused
+
+
+@pytest.mark.parametrize("topology", ["native", "star", "tree", "ring"])
+def test_a_message_has_come_when_all_ranks_have_sent(pool, topology: str) -> None:
+    found = pool.run(engine_calls.arrivals, topology=topology, key=f"arrivals {topology} {uuid4()}")
+    assert all(before and not any(before) for before, _ in found[:-1])
+    assert all(after and all(after) for _, after in found)
 
 
 @pytest.mark.parametrize(("topology", "compressor"), crossed(["native", "tree"], COMPRESSORS[1:]))
