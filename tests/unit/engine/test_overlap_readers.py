@@ -79,6 +79,27 @@ def test_a_reader_that_waits_makes_the_steps_whose_sums_have_come(job: Job) -> N
         assert torch.equal(own, expected)
 
 
+def test_all_steps_may_be_made_with_one_that_is_made_while_a_reader_waits(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is if this message tells that some rank's parameters have changed."""
+    finish = job.engine.finish_message
+
+    def finish_all(index: int) -> None:
+        for each in (index, *(other for other in [*job.engine.pending] if other != index)):
+            finish(each)
+        job.overlap.release()
+
+    job.engine.late = {0}
+    job.step()
+    monkeypatch.setattr(job.engine, "finish_message", finish_all)
+    assert torch.equal(job.module[0].weight, job.expected()[0])
+    assert due(job) == [False] * 4
+    assert job.engine.finished == [1, 0, 2, 3]
+    for own, expected in zip(job.module.parameters(), job.expected(), strict=True):
+        assert torch.equal(own, expected)
+
+
 class SeparateSGD(torch.optim.SGD):
     steps_parameters_separately = True
 
