@@ -168,6 +168,7 @@ class Child:
     ) -> None:
         self._session, self._connection, self._hook = session, connection, session.config.hook
         self._inherited, self._directory = inherited, directory
+        self._registered = False
 
     def work(self) -> None:
         for connection in self._inherited:
@@ -191,7 +192,8 @@ class Child:
         capture.suspend_global_capture()
         self._directory.mkdir()
         self._session.config._tmp_path_factory._basetemp = self._directory  # type: ignore[attr-defined]
-        manager.register(self)
+        manager.register(self)  # which tells this plugin the warnings of workers that died
+        self._registered = True
 
     def _run_groups(self) -> None:
         """Fixtures of the session end with each group: processes that no later test needs would go on polling."""
@@ -220,7 +222,7 @@ class Child:
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str, nodeid: str) -> None:
         one = warning_message
-        if when == "runtest":  # the others were recorded before the fork
+        if when == "runtest" and self._registered:  # the others were recorded before the fork
             shown = (str(one.message), one.category.__name__, one.filename, one.lineno)
             self._connection.send(("warning", (nodeid, *shown)))
 

@@ -102,6 +102,18 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     return pytester
 
 
+def test_a_warning_before_a_crash_is_reported_once(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_warns_and_dies="""
+        import os, time, warnings
+        def test_warns(): warnings.warn("beware")
+        def test_leaves(): time.sleep(0.5); os._exit(3)
+        def test_after(): pass
+        """
+    )
+    project.run(*COMMAND, timeout=LONGEST).assert_outcomes(passed=2, failed=1, warnings=1)
+
+
 def test_each_outcome_is_reported_and_a_crash_names_its_test(project: pytest.Pytester) -> None:
     project.makepyfile(**{name.removesuffix(".py"): text for name, text in OUTCOMES.items()})
     result = project.run(*COMMAND, timeout=LONGEST)
