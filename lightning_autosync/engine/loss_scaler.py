@@ -28,14 +28,15 @@ def unscaling_later(scaler: GradScaler | None, overlap: StepOverlap) -> Iterator
     """A context in which ``scaler`` unscales gradients when they have come, where that changes nothing else.
 
     All ranks enter it for the same calls of ``scaler.unscale_`` and ``scaler.step``, which are collective in it. The
-    scaler reads all gradients itself, and so waits for them, if it is of another class than PyTorch's, or if the
-    optimizer unscales gradients in its step (fused ones do); see also `StepOverlap.unscale_later`.
+    scaler reads all gradients itself, and so waits for them, if it is of another class than PyTorch's, if PyTorch's has
+    no such method, or if the optimizer unscales gradients in its step (fused ones do); see also
+    `StepOverlap.unscale_later`.
 
     Args:
         scaler: the scaler; None if the loss is not scaled.
         overlap: defers the steps of the parameters.
     """
-    if type(scaler) not in _SCALERS or _UNSCALES in vars(scaler):
+    if type(scaler) not in _SCALERS or _UNSCALES in vars(scaler) or not hasattr(scaler, _UNSCALES):
         yield
         return
     read_all = getattr(scaler, _UNSCALES)

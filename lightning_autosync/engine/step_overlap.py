@@ -158,12 +158,13 @@ class StepOverlap:
                     raise
 
     def _step_meanwhile(self, index: int) -> None:
-        """Make the steps of messages that have come, as long as the message that a reader needs has not."""
+        """Before a reader waits for its message, make the steps of messages that have come."""
         assert self._engine is not None
         if self._stream.on_device:
             return  # to wait for a sum does not block this thread there
         for other in list(self._open):
-            if self._engine.has_come(index):
+            # Completing another message may have completed all, and changed the engine.
+            if index not in self._open or self._engine.has_come(index):
                 return
             if other != index and self._engine.has_come(other) and self._may_step(other):
                 self.complete(other)
@@ -308,7 +309,8 @@ class StepOverlap:
         # Its sum tells whether some rank's parameters have changed. All ranks read its gradients themselves, so it does
         # not matter whether a function has changed them.
         self.complete(first)
-        asked = {index: [each for each in launched.members[index] if each in {*parameters}] for index in others}
+        wanted = {*parameters}
+        asked = {index: [each for each in launched.members[index] if each in wanted] for index in others}
         early = [index for index, members in asked.items() if members and launched.engine.has_roots(index)]
         if self._launched is None or not early:
             return None

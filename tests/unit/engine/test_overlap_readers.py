@@ -15,7 +15,7 @@ from overlapping import Job, SlowEngine, due
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_autosync.engine import StepOverlap, defer_steps, step_overlap
+from lightning_autosync.engine import StepOverlap, defer_steps, loss_scaler, step_overlap
 from lightning_autosync.engine.due_parameter import DueParameter, due_of
 from lightning_autosync.errors import ExchangeError
 
@@ -89,6 +89,8 @@ def test_all_steps_may_be_made_with_one_that_is_made_while_a_reader_waits(
         for each in (index, *(other for other in [*job.engine.pending] if other != index)):
             finish(each)
         job.overlap.release()
+        # The plan that follows has no messages with these indices.
+        monkeypatch.setattr(job.engine, "has_come", [].__getitem__)
 
     job.engine.late = {0}
     job.step()
@@ -284,3 +286,12 @@ def test_the_work_of_a_step_grows_with_the_parameters_only(monkeypatch: pytest.M
         return len(calls)
 
     assert looks(40) == 2 * looks(20) > 0
+
+
+def test_a_scaler_without_the_method_that_is_replaced_reads_all_gradients_itself(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_scaler, "_UNSCALES", "_unscale_by_another_name")
+    scaler = torch.amp.GradScaler("cpu")
+    with loss_scaler.unscaling_later(scaler, job.overlap):
+        assert "_unscale_by_another_name" not in vars(scaler)
