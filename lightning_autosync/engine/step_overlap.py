@@ -2,7 +2,8 @@
 
 When a backward pass ends, sums may still be on their way. Their parameters are marked as due (see `DueParameter`). The
 optimizer's step leaves them out, and is made for each message when a reader asks for one of its parameters, usually the
-module that comes next in the forward pass. So readers see the values that they would see without overlap, and functions
+module that comes next in the forward pass. Before a reader waits, steps of other messages that have come are made, too,
+on CPUs and for PyTorch's own optimizers. So readers see the values that they would see without overlap, and functions
 that need gradients before the step wait for them. docs/overlap.md lists readers that are not seen.
 """
 

@@ -34,13 +34,15 @@ _HALVING = 512e-6
 
 
 class Paces(NamedTuple):
-    """Connections of the transport that have a pace.
+    """The transport's connections between nodes: the paces that some have, and what the kernel holds on all.
+
+    A host may hold less: the engine leaves a send buffer as it is if the host allows no larger one (``wmem_max``).
 
     Attributes:
-        pairs: [connections] their numbers in `NetworkArrays`.
-        rates: [connections] most bytes/s on the wire.
-        used: [connections] numbers of all connections of the transport.
-        held: [connections] bytes that the kernel takes over ahead on each of them. An urgent frame waits for these.
+        pairs: [connections] numbers in `NetworkArrays` of those with a pace.
+        rates: [connections] most bytes/s on the wire of those with a pace.
+        used: [connections] numbers of all that carry data.
+        held: [connections] bytes that the kernel takes over ahead on each of ``used``. An urgent frame waits for these.
     """
 
     pairs: Indices

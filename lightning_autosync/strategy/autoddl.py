@@ -91,8 +91,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             ``precision_plugin`` and ``process_group_backend``.
 
     Raises:
-        DocumentError: an argument has a value that is not allowed.
-        DocumentError: (or a subclass) a plan or cluster is wrong.
+        DocumentError: (or a subclass) a plan or cluster is wrong, or an argument has a value that is not allowed.
     """
 
     strategy_name = "autoddl"

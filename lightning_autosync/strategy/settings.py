@@ -160,8 +160,8 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         arguments: arguments of a strategy by name; other names are ignored.
 
     Raises:
-        DocumentError: an argument has a value that is not allowed, or no effect under this plan.
-        DocumentError: a plan or cluster is wrong.
+        DocumentError: a plan or cluster is wrong, or an argument has a value that is not allowed, or no effect under
+            this plan.
     """
     launch = _read_launch(arguments)
     settings = _read_values(arguments, launch["timeout"] or DEFAULT_TIMEOUT)

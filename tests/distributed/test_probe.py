@@ -113,9 +113,9 @@ def test_the_local_machine_is_one_node_and_the_files_can_be_read(tmp_path, capsy
     assert cluster.local_bandwidth > 1e7
     constants = Constants.load(tmp_path / "constants.yaml")
     assert 1.0 <= constants.cores <= (os.cpu_count() or 1)
-    for name in ("frame_cost", "message_cost", "collective_cost", "gradient_cost", "merge_cost"):
+    for name in ("frame_cost", "message_cost", "collective_cost", "gradient_cost", "merge_cost", "step_cost"):
         assert 0 < getattr(constants, name) < 5e-3, name
-    for name in ("wake_up", "pass_cost"):  # what is left of a time without others, which may be nothing
+    for name in ("wake_up", "pass_cost", "due_cost"):  # what is left of a time without others, which may be nothing
         assert 0 <= getattr(constants, name) < 5e-3, name
     result = ProbeDocument.read(tmp_path)
     assert result.costs is not None

@@ -229,9 +229,10 @@ class LiveTuner:
 
         If trials have not ended, a line in the log tells what they have found so far.
         """
-        if not self._ended:
-            stopped = "tuning stopped before its trials ended, so this job remembers no plan"
-            rank_zero_info(f"AutoSync: {stopped}: {self.summary()}")
+        if not self._ended and not self._tuner.finished:
+            rank_zero_info(
+                f"AutoSync: these trials stopped before their end, so nothing is remembered: {self.summary()}"
+            )
         if self._prices is not None:
             self._prices.stop()
         self._times.forget()

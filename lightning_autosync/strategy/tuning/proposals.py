@@ -309,8 +309,8 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
         reason = f"{best.name}, {times}"
     elif faster:
         reason = (
-            f"{_native_text(first)}, because the plan that is faster on the links is predicted to be slower beside a "
-            f"computation; that is {best.name}, {times}"
+            f"{_native_text(first)}, because beside a computation as long as the links need, a step is predicted to "
+            f"take {seconds_text(_balanced(usual))}, and {seconds_text(_balanced(best))} with {best.name}; {times}"
         )
     else:
         reason = (
