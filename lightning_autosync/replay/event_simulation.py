@@ -107,7 +107,8 @@ class _State(NamedTuple):
         rest: [connections] bytes of the first frame after that burst.
         free: [connections] time from which the pace allows another burst.
         rate: [connections] bytes/s.
-        weight: [connections, 2] first 1 while the connection sends, else 0; then core-seconds per byte at each end.
+        sending: [connections] whether the connection counted as sending when rates were last computed.
+        per_byte: [connections] core-seconds per byte at each end.
         counts: [3] counters, indexed by the constants below.
     """
 
@@ -125,8 +126,25 @@ class _State(NamedTuple):
     rest: Floats
     free: Floats
     rate: Floats
-    weight: Floats
+    sending: NDArray[numpy.bool_]
+    per_byte: Floats
     counts: Indices
+
+
+class _Demands(NamedTuple):
+    """What each connection takes of channels.
+
+    Attributes:
+        starts: [connections + 1] offset of each connection in the next two arrays.
+        channels: the hops of its route, then the hosts of its ends, and the shared cores if there are any.
+        amounts: what a byte takes of that channel: 1 of a hop, core-seconds of hosts and cores.
+        hosts: number of the last channels of each connection that are hosts and cores.
+    """
+
+    starts: Indices
+    channels: Indices
+    amounts: Floats
+    hosts: int
 
 
 _READY = 0
@@ -149,7 +167,7 @@ def simulate(
     """
     count = len(nodes.connection)
     begun, sent, done = numpy.full(count, numpy.inf), numpy.full(count, numpy.inf), numpy.full(count, numpy.inf)
-    state = _begin(graph, count, len(connections.route))
+    state, demands = _begin(graph, count, len(connections.route)), _demands(connections)
     # numba cannot infer the type of an empty list, so start from one with an event and drop that.
     events = [(0.0, -1)]
     heapq.heappop(events)
@@ -163,13 +181,13 @@ def simulate(
     now = 0.0
     while True:
         _finish_due(nodes, graph, state, events, done, now)
-        changed = _start_bursts(nodes, connections, state, begun, now)
+        changed = _start_bursts(nodes, connections, demands, state, begun, now)
         if shaped:
             current = open_capacities(capacities, tokens)
             changed = changed or not numpy.array_equal(current, effective)
             effective = current
         if changed:
-            _set_rates(connections, state, effective)
+            _set_rates(demands, state.current, state.rate, effective)
         step = events[0][0] - now if len(events) > 0 else numpy.inf
         for number in range(len(connections.route)):
             if state.current[number] >= 0:
@@ -179,7 +197,7 @@ def simulate(
         if step == numpy.inf:
             return begun, sent, done
         if shaped:
-            flow = _flow(connections, state, len(capacities))
+            flow = _flow(demands, state.current, state.rate, len(capacities))
             step = min(step, next_change(flow, capacities, tokens))
             refill(flow, capacities, tokens, burst, step)
         now += step
@@ -221,7 +239,8 @@ def _begin(graph: Dependencies, count: int, connections: int) -> _State:
         numpy.zeros(connections),
         numpy.zeros(connections),
         numpy.zeros(connections),
-        numpy.zeros((connections, 2)),
+        numpy.zeros(connections, dtype=numpy.bool_),
+        numpy.zeros(connections),
         numpy.zeros(3, dtype=numpy.int64),
     )
 
@@ -274,11 +293,15 @@ def _finish_due(
 
 
 @compiled
-def _start_bursts(nodes: Nodes, connections: FrameConnections, state: _State, begun: Floats, now: float) -> bool:
+def _start_bursts(
+    nodes: Nodes, connections: FrameConnections, demands: _Demands, state: _State, begun: Floats, now: float
+) -> bool:
     """Let idle connections send their next bursts; returns whether the demands on channels have changed."""
     changed = False
     for number in range(len(state.current)):
-        _take_over(nodes, connections, state, number)
+        # A call costs more than the rest of this loop, because numba counts the references of all arrays.
+        if state.head[number] >= 0 and (state.first[number] < 0 or state.unsent[number] < connections.unsent[number]):
+            _take_over(nodes, connections, state, number)
         if state.current[number] >= 0:
             continue
         node = state.first[number]
@@ -297,10 +320,13 @@ def _start_bursts(nodes: Nodes, connections: FrameConnections, state: _State, be
             state.free[number] = now + max(gap / 2, gap - (now - state.free[number]))
             per_byte = nodes.cost[node] / nodes.size[node] if nodes.size[node] > 0 else 0.0
             # A frame like the one before it keeps the connection's rate. This saves most computations of rates.
-            changed = changed or state.weight[number, 0] == 0 or state.weight[number, 1] != per_byte
-            state.weight[number, 0], state.weight[number, 1] = 1.0, per_byte
-        elif state.weight[number, 0] > 0:
-            state.weight[number, 0] = 0.0
+            if state.per_byte[number] != per_byte:
+                state.per_byte[number], changed = per_byte, True
+                _set_cost(demands, number, per_byte)
+            changed = changed or not state.sending[number]
+            state.sending[number] = True
+        elif state.sending[number]:
+            state.sending[number] = False
             changed = True
     return changed
 
@@ -336,95 +362,102 @@ def _next_frame(number: int, head: Indices, following: Indices, key: Floats, arr
 
 
 @compiled
-def _set_rates(connections: FrameConnections, state: _State, capacities: Floats) -> None:
-    """Max-min fair rates by progressive filling: all grow together until a channel is full."""
+def _demands(connections: FrameConnections) -> _Demands:
+    """The demands of all connections, of which none costs core time yet."""
+    known = connections.routes
+    count, hosts = len(connections.route), 2 if connections.shared < 0 else 3
+    starts = numpy.zeros(count + 1, dtype=numpy.int64)
+    for number in range(count):
+        route = connections.route[number]
+        starts[number + 1] = starts[number] + known.starts[route + 1] - known.starts[route] + hosts
+    channels, amounts = numpy.zeros(starts[-1], dtype=numpy.int64), numpy.zeros(starts[-1])
+    for number in range(count):
+        route, place = connections.route[number], starts[number]
+        for hop in range(known.starts[route], known.starts[route + 1]):
+            channels[place], amounts[place] = known.hops[hop], 1.0
+            place += 1
+        channels[place] = connections.hosts + connections.source[number]
+        channels[place + 1] = connections.hosts + connections.target[number]
+        if connections.shared >= 0:
+            channels[place + 2] = connections.shared
+    return _Demands(starts, channels, amounts, hosts)
+
+
+@compiled
+def _set_cost(demands: _Demands, number: int, per_byte: float) -> None:
+    """Set the core-seconds that a connection costs each end per byte."""
+    place = demands.starts[number + 1] - demands.hosts
+    demands.amounts[place : place + 2] = per_byte
+    if demands.hosts > 2:
+        demands.amounts[place + 2] = 2 * per_byte  # both ends of the connection run on the shared cores
+
+
+@compiled
+def _set_rates(demands: _Demands, current: Indices, rate: Floats, capacities: Floats) -> None:
+    """Max-min fair rates by progressive filling: all grow together until a channel is full.
+
+    Args:
+        demands: the demands of the connections on channels.
+        current, rate: those of `_State`. Rates are those of connections that send.
+        capacities: [channels] bytes/s or cores.
+    """
+    starts, channels, amounts, _ = demands
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
-    growing = 0
-    # While rates are computed, -1 marks connections that still grow, and -2 those that this round fixes.
-    for number in range(len(state.current)):
-        if state.current[number] >= 0:
-            state.rate[number] = -1.0
-            growing += 1
-            _add(connections, state, number, 1.0, load)
-    while growing:
-        least, before = numpy.inf, growing
+    growing = numpy.empty(len(current), dtype=numpy.int64)
+    count = 0
+    for number in range(len(current)):
+        if current[number] >= 0:
+            growing[count] = number
+            count += 1
+            for place in range(starts[number], starts[number + 1]):
+                load[channels[place]] += amounts[place]
+    fixed = numpy.empty(count, dtype=numpy.int64)
+    while count:
+        least = numpy.inf
         for channel in range(len(load)):
             # Rounding may leave a negative residual; without a minimum no connection would ever move again.
             room = max(residual[channel], capacities[channel] * _ROUNDING)
             if load[channel] > 1e-18 and room < least * load[channel]:
                 least = room / load[channel]
-        for number in range(len(state.current)):
-            if (
-                state.current[number] >= 0
-                and state.rate[number] == -1.0
-                and _meets_full(connections, state, number, residual, load, least)
-            ):
-                state.rate[number] = -2.0
-        growing -= _fix(connections, state, least, load, residual)
-        if growing == before:
+        enough = least * (1 + 1e-9)
+        left, done = 0, 0
+        for index in range(count):
+            number = growing[index]
+            full = least == numpy.inf
+            for place in range(starts[number], starts[number + 1]):
+                channel = channels[place]
+                if amounts[place] > 0 and residual[channel] <= enough * load[channel]:
+                    full = True
+                    break
+            if full:
+                fixed[done] = number
+                done += 1
+            else:
+                growing[left] = number
+                left += 1
+        count = left
+        for index in range(done):
+            number = fixed[index]
+            # Finite, because an infinite rate times 0 seconds is NaN.
+            rate[number] = min(least, 1e30)
+            for place in range(starts[number], starts[number + 1]):
+                load[channels[place]] -= amounts[place]
+                residual[channels[place]] -= rate[number] * amounts[place]
+        if done == 0:
             # If costs differ by many orders of magnitude, subtraction leaves a rounding residue on channels that no
             # growing connection uses. Recompute the loads, or this loop would never end.
             load[:] = 0.0
-            for number in range(len(state.current)):
-                if state.current[number] >= 0 and state.rate[number] == -1.0:
-                    _add(connections, state, number, 1.0, load)
+            for number in growing[:count]:
+                for place in range(starts[number], starts[number + 1]):
+                    load[channels[place]] += amounts[place]
 
 
 @compiled
-def _fix(connections: FrameConnections, state: _State, rate: float, load: Floats, residual: Floats) -> int:
-    """Fix the rates of the connections with the mark -2 at ``rate``; returns their number."""
-    fixed = 0
-    for number in range(len(state.current)):
-        if state.current[number] >= 0 and state.rate[number] == -2.0:
-            # Finite, because an infinite rate times 0 seconds is NaN.
-            state.rate[number] = min(rate, 1e30)
-            fixed += 1
-            _add(connections, state, number, -1.0, load)
-            _add(connections, state, number, -state.rate[number], residual)
-    return fixed
-
-
-@compiled
-def _meets_full(
-    connections: FrameConnections, state: _State, number: int, residual: Floats, load: Floats, least: float
-) -> bool:
-    """Whether a connection uses a channel that is full if each growing connection gets ``least`` bytes/s."""
-    if least == numpy.inf:
-        return True
-    enough = least * (1 + 1e-9)
-    route = connections.route[number]
-    for hop in range(connections.routes.starts[route], connections.routes.starts[route + 1]):
-        if residual[connections.routes.hops[hop]] <= enough * load[connections.routes.hops[hop]]:
-            return True
-    if state.weight[number, 1] > 0:
-        for channel in (
-            connections.hosts + connections.source[number],
-            connections.hosts + connections.target[number],
-            connections.shared,
-        ):
-            if channel >= 0 and residual[channel] <= enough * load[channel]:
-                return True
-    return False
-
-
-@compiled
-def _add(connections: FrameConnections, state: _State, number: int, factor: float, to: Floats) -> None:
-    """Add to ``to`` [channels] the demand of a connection at ``factor`` bytes/s."""
-    route = connections.route[number]
-    for hop in range(connections.routes.starts[route], connections.routes.starts[route + 1]):
-        to[connections.routes.hops[hop]] += factor
-    core = factor * state.weight[number, 1]
-    to[connections.hosts + connections.source[number]] += core
-    to[connections.hosts + connections.target[number]] += core
-    if connections.shared >= 0:
-        to[connections.shared] += 2 * core  # both ends of the connection run on the shared cores
-
-
-@compiled
-def _flow(connections: FrameConnections, state: _State, channels: int) -> Floats:
+def _flow(demands: _Demands, current: Indices, rate: Floats, channels: int) -> Floats:
     """[channels] total use per second by all connections."""
     flow = numpy.zeros(channels)
-    for number in range(len(state.current)):
-        if state.current[number] >= 0:
-            _add(connections, state, number, state.rate[number], flow)
+    for number in range(len(current)):
+        if current[number] >= 0:
+            for place in range(demands.starts[number], demands.starts[number + 1]):
+                flow[demands.channels[place]] += rate[number] * demands.amounts[place]
     return flow

@@ -324,8 +324,9 @@ class _FrameGraph:
         network = self._network
         columns = zip(*self._nodes, strict=True)
         pairs = numpy.array(next(columns), dtype=numpy.int64)
-        used, connection = numpy.unique(pairs, return_inverse=True)
-        nodes = Nodes(numpy.where(pairs < 0, -1, connection), *(numpy.array(column) for column in columns))
+        used = numpy.unique(pairs[pairs >= 0])
+        connection = numpy.where(pairs < 0, -1, numpy.searchsorted(used, pairs))
+        nodes = Nodes(connection, *(numpy.array(column) for column in columns))
         dependencies, connections = self._dependencies(order), self._connections(used, paces)
 
         def run(tokens: Floats) -> tuple[StageTimes, float]:
