@@ -27,8 +27,8 @@ from lightning_autosync.workload import Variable, Workload
 
 Detail = Literal["auto", "frames", "fluid"]
 
-FRAMES_LIMIT = 12_500
-"""Largest number of frames in a step for which ``auto`` simulates frames: a step of so many takes 0.1 to 0.3 s."""
+FRAMES_LIMIT = 40_000
+"""Largest number of frames in a step for which ``auto`` simulates frames: a step of so many takes 0.2 to 0.6 s."""
 _STEPS = 5
 """Largest number of repeated steps until the links' token buckets are in a steady state."""
 _STEADY = 0.01

@@ -113,9 +113,9 @@ def test_plans_of_some_thousand_frames_are_priced_in_frames(messages: int, least
 
 def test_plans_of_many_frames_are_priced_as_fluids() -> None:
     spec = CLUSTERS["racks"]
-    made = compiled("packed_trees", MANY, spec, bucket_bytes=1)
-    assert len(made.messages) == 20
-    pricing = Replay(MANY, spec)
+    work = Workload(name="large", variables=tuple(Variable(name=f"p{index}", shape=(10**7,)) for index in range(8)))
+    made = compiled("packed_trees", work, spec, bucket_bytes=1)
+    pricing = Replay(work, spec)
     assert count_frames(pricing._prepare(made).stages, 8) > FRAMES_LIMIT
     assert pricing.predict(made).step_time == pricing.predict(made, "fluid").step_time
     assert pricing.predict(made).step_time != pricing.predict(made, "frames").step_time
