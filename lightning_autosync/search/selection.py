@@ -23,8 +23,11 @@ from lightning_autosync.plan.builders.default import (
     DDP_BUCKET,
     DDP_BUCKETS,
     LINK_BUCKET,
+    NATIVE,
     SEARCHED,
+    is_native,
     link_method,
+    native_name,
     native_sizes,
 )
 from lightning_autosync.plan.builders.grouping import MIB
@@ -54,10 +57,7 @@ _DISTANCE = 0.1
 _SIZES: tuple[dict[str, int], ...] = ({}, {"bucket_bytes": LINK_BUCKET})
 """Sizes of messages with which each builder is tried, the first its own."""
 
-_ALL_REDUCE = "all_reduce"
-"""Name of the builder of native all-reduces."""
-
-_NATIVE = {
+_NATIVE_SIZES = {
     DDP_BUCKETS: {"bucket_bytes": DDP_BUCKET},
     **{f"{size} MiB": {"bucket_bytes": size * MIB, "first_bucket_bytes": size * MIB} for size in (1, 5, 100)},
 }
@@ -163,7 +163,7 @@ def _beside_computation(
     Native plans come first: DDP's is one of them, and the others are compared with it.
     """
     replay, steps = Replay(workload, cluster, costs), dict[int, float]()
-    for place in sorted(range(len(found)), key=lambda place: not found[place].origin.startswith(_ALL_REDUCE)):
+    for place in sorted(range(len(found)), key=lambda place: not is_native(found[place].origin)):
         if budget.is_spent():
             break
         schedule = compile_plan(found[place].plan, workload, cluster, two_level_collectives=native_only)
@@ -290,16 +290,16 @@ class _Selection:
     def add_defaults(self) -> None:
         """Add the plans that a job takes without a search, whatever time that takes."""
         space, workload, cluster = self._space, self._space.workload, self._space.cluster
-        native: dict[str, dict[str, Any]] = {"": {}}
+        native: dict[str, dict[str, Any]] = {NATIVE: {}}
         if cluster.world_size > 1 and cluster.measured:
             self._try_built(link_method(workload, cluster).build.__name__, bucket_bytes=LINK_BUCKET)
             costs = self._population.constants
-            native[""] = native_sizes(cluster, costs.shared_host_cost(cluster.world_size))
+            native[NATIVE] = native_sizes(cluster, costs.shared_host_cost(cluster.world_size))
             if space.sizes_are_free:
-                native |= {f" ({name})": sizes for name, sizes in _NATIVE.items()}
+                native |= {native_name(each): sizes for each, sizes in _NATIVE_SIZES.items()}
         for name, sizes in native.items():
-            plan = space.built(_ALL_REDUCE, **sizes)
-            self._always.add(self._add_built(f"{_ALL_REDUCE}{name}", plan).signature)
+            plan = space.built(NATIVE, **sizes)
+            self._always.add(self._add_built(name, plan).signature)
         for one in list(self._population.candidates.values()):
             self._simulate(one)
 

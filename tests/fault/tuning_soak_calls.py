@@ -18,6 +18,7 @@ from lightning_autosync.measure.probe import mesh_meter, meter
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.quick import JobSurvey
 from lightning_autosync.plan import builders
+from lightning_autosync.plan.builders.default import NATIVE
 from lightning_autosync.strategy.tuning import job_tuning, opening, proposals
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
@@ -28,7 +29,7 @@ from lightning_autosync.strategy.tuning.tuner import Tuner
 
 TUNES = TuningSettings(probe=3.0, search=0.2, plans=3, warm_up=1, passes=4, cache=None)
 TUNED_EPOCHS = 20
-PLANS = (proposals.NATIVE, "ps", "packed_trees", "partitioned_all_reduce")
+PLANS = (NATIVE, "ps", "packed_trees", "partitioned_all_reduce")
 """Builders of the plans of a job."""
 CONNECT = 3.0
 """Seconds in which ranks must connect for a plan that is tried: each of the plans may cost a job so long."""

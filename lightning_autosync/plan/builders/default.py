@@ -24,6 +24,8 @@ SEARCHED = "a plan found by search"
 """Name of plans that are no builder's, for messages and tables."""
 DDP_BUCKETS = "DDP's buckets"
 """Name of the sizes of messages that DDP has by default."""
+NATIVE = "all_reduce"
+"""Name of the native all-reduce with messages that are sized for the links; the name of its builder."""
 
 NATIVE_SECONDS = 0.05
 """Duration of a native all-reduce for which messages are sized on slow links. Smaller messages start earlier, but each
@@ -53,6 +55,19 @@ class LinkMethod(NamedTuple):
     name: str
     seconds: float
     build: Callable[..., SyncPlan]
+
+
+def native_name(sizes: str) -> str:
+    """The name of a native all-reduce with messages of other sizes than `NATIVE`, which ``sizes`` describes."""
+    return f"{NATIVE} ({sizes})"
+
+
+def is_native(name: str) -> bool:
+    """Whether a plan is a native all-reduce as DDP's, with messages of any size, by its name.
+
+    Its messages do not tell: rows of embeddings take other ways in it, and a plan of the search may have native ones.
+    """
+    return name == NATIVE or name.startswith(f"{NATIVE} (")
 
 
 def link_method(workload: Workload, cluster: ClusterSpec) -> LinkMethod:

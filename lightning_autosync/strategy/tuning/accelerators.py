@@ -24,9 +24,10 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import Schedule, builders, compile_plan
+from lightning_autosync.plan.builders.default import is_native
 from lightning_autosync.strategy.choice import LEAST_GAIN, choose_plan
 from lightning_autosync.strategy.tuning.live import Alternative
-from lightning_autosync.strategy.tuning.proposals import DDP, NATIVE, Proposals
+from lightning_autosync.strategy.tuning.proposals import DDP, Proposals
 from lightning_autosync.workload import Workload
 
 OTHERS = 2
@@ -154,7 +155,7 @@ def _candidates(
         found.append(Alternative(builders.build(_TWO_LEVEL, workload, cluster, **sizes), _TWO_LEVEL, 0.0))
     # Measurements do not tell whether overlap pays, so a user who asked for it gets it.
     overlapping = [each for each in proposals.plans if not each.plan.waits]
-    others = [each for each in overlapping if not each.name.startswith(NATIVE) and each.name != _TWO_LEVEL]
+    others = [each for each in overlapping if not is_native(each.name) and each.name != _TWO_LEVEL]
     return found + sorted(others, key=lambda each: each.predicted)[:OTHERS]
 
 

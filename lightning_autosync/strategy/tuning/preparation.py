@@ -15,6 +15,7 @@ from torch import nn
 from lightning_autosync.engine.collectives import broadcast_json, gather_json
 from lightning_autosync.engine.connections import own_address
 from lightning_autosync.plan import builders
+from lightning_autosync.plan.builders.default import NATIVE
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import Evidence, TunedPlan, TuningCache, TuningKey
 from lightning_autosync.strategy.agreement import agree
@@ -22,7 +23,7 @@ from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.resolution import checked_workload
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative, LiveTuner
-from lightning_autosync.strategy.tuning.proposals import DESCRIBED, NATIVE, JobLinks, Proposals, find_links, propose
+from lightning_autosync.strategy.tuning.proposals import DESCRIBED, JobLinks, Proposals, find_links, propose
 from lightning_autosync.strategy.tuning.settings import DEFAULT_CACHE
 from lightning_autosync.workload import Workload
 

@@ -20,7 +20,7 @@ from lightning_autosync.measure.probe.description import check_places, check_rat
 from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.plan.builders.default import DDP_BUCKETS, SEARCHED, cores_limit
+from lightning_autosync.plan.builders.default import DDP_BUCKETS, NATIVE, SEARCHED, cores_limit, is_native, native_name
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.choice import CORES_LIMIT, LEAST_GAIN, plans_by_formula, synchronization_times
 from lightning_autosync.strategy.settings import StrategySettings
@@ -240,9 +240,7 @@ def _first_rank_result(
             return result
 
 
-NATIVE = "all_reduce"
-"""Name of the native all-reduce with messages that are sized for the links."""
-DDP = f"{NATIVE} ({DDP_BUCKETS})"
+DDP = native_name(DDP_BUCKETS)
 """Name of DDP's plan, if `NATIVE` has other messages than DDP."""
 
 
@@ -276,7 +274,7 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
         overlaps: whether their times are those of steps that overlap with the next forward pass.
     """
     best, ddp = ranked[0], next(each for each in ranked if each.native)
-    natives = [each for each in ranked if each.name.startswith(NATIVE)]
+    natives = [each for each in ranked if is_native(each.name)]
     native = natives[0]
     near = [each for each in ranked if each.predicted < LEAST_GAIN * best.predicted]
     # With overlap, the search fits plans to a computation that is assumed, and builders do not.

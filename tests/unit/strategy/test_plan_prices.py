@@ -17,7 +17,7 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import Arrival, Recorder, StepTrace
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
-from lightning_autosync.plan.builders.default import SEARCHED
+from lightning_autosync.plan.builders.default import NATIVE, SEARCHED, native_name
 from lightning_autosync.replay import Constants, Replay, overlapped_step_time
 from lightning_autosync.strategy.tuning import proposals
 from lightning_autosync.strategy.tuning.predictor import PREDICTOR, Predictor
@@ -193,12 +193,12 @@ def test_a_job_that_may_overlap_also_has_the_plans_of_one_that_waits(monkeypatch
 
 def alternatives(prices: dict[str, tuple[float, float | None]]) -> list[proposals.Alternative]:
     """Plans by name with their predictions without and with an assumed computation."""
-    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
+    plan = builders.build(NATIVE, WORKLOAD, PAIR)
     made = [proposals.Alternative(plan, name, one, balanced=other) for name, (one, other) in prices.items()]
     return proposals._marked(made)
 
 
-MIB_1 = f"{proposals.NATIVE} (1 MiB)"
+MIB_1 = native_name("1 MiB")
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -222,7 +222,7 @@ def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
         alternatives(
             {
                 SEARCHED: (searched, 1.8),
-                proposals.NATIVE: (1.0, 1.9),
+                NATIVE: (1.0, 1.9),
                 MIB_1: (1.0, 1.86),
                 proposals.DDP: (1.0, ddp),
             }
@@ -235,12 +235,18 @@ def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
     assert [each.name for each in found.plans if each.native] == [proposals.DDP]
 
 
+def test_a_plan_of_a_users_builder_is_no_native_one_whatever_its_name() -> None:
+    ranked = alternatives({f"{NATIVE}_of_mine": (0.5, 0.9), NATIVE: (1.0, 1.9)})
+    found = proposals.order_plans(ranked, proposals.JobLinks(PAIR, Constants()))
+    assert found.reason.startswith(f"{NATIVE}_of_mine, predicted for ")
+
+
 @pytest.mark.parametrize(("later", "first"), [(1.04, "late"), (1.06, SEARCHED), (None, SEARCHED)])
 def test_a_job_begins_with_the_plan_that_suits_a_computation_among_those_that_are_about_as_fast(
     later: float | None, first: str
 ) -> None:
     prices = {SEARCHED: (1.0, 2.0), "late": (1.04 if later is None else later, later and 1.9)}
-    ranked = alternatives({**prices, proposals.NATIVE: (1.4, 2.4)})
+    ranked = alternatives({**prices, NATIVE: (1.4, 2.4)})
     assert proposals.order_plans(ranked, proposals.JobLinks(PAIR, Constants())).plans[0].name == first
 
 
@@ -249,7 +255,7 @@ def test_a_job_begins_with_the_plan_that_suits_a_computation_among_those_that_ar
     [
         ((1.0, 2.0), (1.04, 1.9), (1.08, 2.4), "near"),  # some plan is more than 5% faster on the links
         ((1.0, None), (1.04, 1.9), (1.4, 2.4), SEARCHED),  # there was no time to compare the two
-        ((1.0, 3.0), (1.2, 3.0), (1.06, 1.7), proposals.NATIVE),
+        ((1.0, 3.0), (1.2, 3.0), (1.06, 1.7), NATIVE),
         ((1.0, 1.78), (1.2, 3.0), (1.06, 1.7), SEARCHED),
     ],
 )
@@ -259,13 +265,13 @@ def test_a_job_begins_with_a_faster_plan_unless_it_is_slower_beside_a_computatio
     native: tuple[float, float | None],
     first: str,
 ) -> None:
-    prices = sorted({SEARCHED: searched, "near": near, proposals.NATIVE: native}.items(), key=lambda item: item[1][0])
+    prices = sorted({SEARCHED: searched, "near": near, NATIVE: native}.items(), key=lambda item: item[1][0])
     found = proposals.order_plans(alternatives(dict(prices)), proposals.JobLinks(PAIR, Constants()))
     assert found.plans[0].name == first
     slower = (
         "a step is predicted to take 1.700 s, and 3.000 s with a plan found by search; predicted for" in found.reason
     )
-    assert slower == (first == proposals.NATIVE)
+    assert slower == (first == NATIVE)
 
 
 def test_a_job_begins_with_large_messages_where_shared_cores_are_the_limit() -> None:
@@ -273,7 +279,7 @@ def test_a_job_begins_with_large_messages_where_shared_cores_are_the_limit() -> 
     links = proposals.JobLinks(ClusterSpec.uniform(4, bandwidth="8 Gbit/s"), Constants(cores=2))
     ranked = proposals.search_plans(WORKLOAD_OF_80_MIB, links, TuningSettings(search=0.1))
     found = proposals.order_plans(ranked, links)
-    assert found.plans[0].name == proposals.NATIVE
+    assert found.plans[0].name == NATIVE
     assert len(found.plans[0].plan.groups) == 1
     assert "in large messages, because all ranks share the cores of one machine" in found.reason
     assert len(found.plans) == len(ranked)
@@ -287,19 +293,17 @@ def test_a_job_begins_with_large_messages_where_shared_cores_are_the_limit() -> 
 @pytest.mark.parametrize("searched", [0.7, 0.9])
 def test_a_much_faster_plan_comes_before_large_messages(searched: float, rate: str, large: bool) -> None:
     """How fast this host is does not move the threshold."""
-    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
-    prices = {SEARCHED: searched, proposals.NATIVE: 1.0, proposals.DDP: 1.0}
+    plan = builders.build(NATIVE, WORKLOAD, PAIR)
+    prices = {SEARCHED: searched, NATIVE: 1.0, proposals.DDP: 1.0}
     ranked = proposals._marked([proposals.Alternative(plan, name, seconds) for name, seconds in prices.items()])
     links = proposals.JobLinks(ClusterSpec.uniform(4, bandwidth=rate), Constants(cores=2, host_cost=0.8e-9))
     first = proposals.order_plans(ranked, links).plans[0].name
-    assert first == (proposals.NATIVE if large and searched > 0.8 else SEARCHED)
+    assert first == (NATIVE if large and searched > 0.8 else SEARCHED)
 
 
 def test_the_reason_says_for_which_steps_plans_were_predicted() -> None:
-    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
-    ranked = proposals._marked(
-        [proposals.Alternative(plan, "byteps", 0.8), proposals.Alternative(plan, proposals.NATIVE, 1.0)]
-    )
+    plan = builders.build(NATIVE, WORKLOAD, PAIR)
+    ranked = proposals._marked([proposals.Alternative(plan, "byteps", 0.8), proposals.Alternative(plan, NATIVE, 1.0)])
     links = proposals.JobLinks(PAIR, Constants(), origin=proposals.DESCRIBED)
     assert (
         "synchronization alone, without computation, takes 800.0 ms, and 1.000 s with"
@@ -313,8 +317,8 @@ def test_the_reason_says_for_which_steps_plans_were_predicted() -> None:
 
 @pytest.mark.parametrize(("searched", "first"), [(0.78, "byteps"), (0.7, SEARCHED)])
 def test_a_job_that_overlaps_begins_with_a_builders_plan_that_is_about_as_fast(searched: float, first: str) -> None:
-    plan = builders.build(proposals.NATIVE, WORKLOAD, PAIR)
-    prices = {SEARCHED: searched, "byteps": 0.8, proposals.NATIVE: 1.0}
+    plan = builders.build(NATIVE, WORKLOAD, PAIR)
+    prices = {SEARCHED: searched, "byteps": 0.8, NATIVE: 1.0}
     ranked = proposals._marked([proposals.Alternative(plan, name, seconds) for name, seconds in prices.items()])
     links = proposals.JobLinks(PAIR, Constants())
     assert proposals.order_plans(ranked, links, overlaps=True).plans[0].name == first
