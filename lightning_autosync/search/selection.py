@@ -96,6 +96,7 @@ def rank_plans(
     exclude: Collection[str] = (),
     native_only: bool = False,
     overlaps: bool = False,
+    balances: bool = True,
     seed: int = 0,
     clock: Clock = time.monotonic,
 ) -> list[PredictedPlan]:
@@ -121,33 +122,31 @@ def rank_plans(
         native_only: whether dense messages may use only the backend's collectives, two-level ones included, as on GPUs.
         overlaps: whether steps overlap with the next forward pass (``overlap="step"``), and are predicted so. A
             workload without computation is then taken to compute as long as gradients need on the links.
+        balances: whether to predict ``balanced``; without it, the search has all the time.
         seed: seed of all random draws.
         clock: gives seconds.
 
     Raises:
         PlanError: ``exclude`` contains ``native``.
     """
-    if "native" in exclude:
-        raise PlanError("exclude: 'native' cannot be excluded")
+    costs = constants or Constants()
     searches = cluster.world_size > 1 and cluster.measured
     if searches:
         warm_up()
-    costs = constants or Constants()
-    if overlaps and searches:
-        workload = _balanced(workload, cluster, synchronization_bound(workload, cluster, costs.framing, costs.burst))
-    budget = _Budget(clock, seconds if _computes(workload) else _SEARCHING * seconds)
-    semantics: Semantics = "compressed" if compression else "exact"
-    space = _SelectionSpace(workload, cluster, semantics, exclude, native_only, bucket_bytes)
+        if overlaps:
+            bound = synchronization_bound(workload, cluster, costs.framing, costs.burst)
+            workload = _balanced(workload, cluster, bound)
+    assumes = balances and searches and not _computes(workload)
+    budget = _Budget(clock, _SEARCHING * seconds if assumes else seconds)
+    space = _SelectionSpace(
+        workload, cluster, "compressed" if compression else "exact", exclude, native_only, bucket_bytes
+    )
     population = Population(space, costs, _POPULATION, native_only, budget.is_spent, overlaps)
-    selection = _Selection(space, population, budget, keep, Random(seed))
-    selection.add_defaults()
-    if searches:
-        selection.search(refine=bucket_bytes is None)
-    found = selection.result()
-    if _computes(workload) or not searches:
-        return [replace(each, balanced=each.seconds) for each in found]
-    left = _Budget(clock, budget.begun + seconds - clock())
-    return _beside_computation(found, _balanced(workload, cluster, found[0].seconds), cluster, costs, native_only, left)
+    found = _Selection(space, population, budget, keep, Random(seed)).run(searches)
+    if assumes:
+        left = _Budget(clock, budget.begun + seconds - clock())
+        return _beside_computation(found, workload, cluster, costs, native_only, left)
+    return [replace(each, balanced=each.seconds) for each in found] if balances else found
 
 
 def _beside_computation(
@@ -158,10 +157,12 @@ def _beside_computation(
     native_only: bool,
     budget: _Budget,
 ) -> list[PredictedPlan]:
-    """The plans with the predicted time of a step of ``workload``, which has a computation, as far as there is time.
+    """The plans with the predicted time of a step whose computation lasts as long as the fastest plan needs.
 
-    Native plans come first: DDP's is one of them, and the others are compared with it.
+    Plans for which there is no time have none. Native plans come first: DDP's is one of them, and the others are
+    compared with it.
     """
+    workload = _balanced(workload, cluster, found[0].seconds)
     replay, steps = Replay(workload, cluster, costs), dict[int, float]()
     for place in sorted(range(len(found)), key=lambda place: not is_native(found[place].origin)):
         if budget.is_spent():
@@ -207,6 +208,9 @@ class _SelectionSpace(PlanSpace):
     Args:
         workload, cluster, semantics: as for `PlanSpace`.
         exclude, native_only, bucket_bytes: as for `rank_plans`.
+
+    Raises:
+        PlanError: ``exclude`` contains ``native``.
     """
 
     def __init__(
@@ -218,6 +222,8 @@ class _SelectionSpace(PlanSpace):
         native_only: bool,
         bucket_bytes: int | None,
     ) -> None:
+        if "native" in exclude:
+            raise PlanError("exclude: 'native' cannot be excluded")
         self._exclude = exclude
         self._native_only = native_only
         self._bucket_bytes = bucket_bytes
@@ -287,6 +293,13 @@ class _Selection:
         self._always: set[str] = set()
         self._builders: dict[str, str] = {}
 
+    def run(self, searches: bool) -> list[PredictedPlan]:
+        """The plans that a job takes without a search, and those of a search if there is one; see `result`."""
+        self.add_defaults()
+        if searches:
+            self.search()
+        return self.result()
+
     def add_defaults(self) -> None:
         """Add the plans that a job takes without a search, whatever time that takes."""
         space, workload, cluster = self._space, self._space.workload, self._space.cluster
@@ -303,7 +316,7 @@ class _Selection:
         for one in list(self._population.candidates.values()):
             self._simulate(one)
 
-    def search(self, refine: bool) -> None:
+    def search(self) -> None:
         """Add builders' plans, then generations of better ones, until the time is spent or nothing improves."""
         for name, sizes in product(builders.names(), _SIZES):
             if self._budget.is_spent():
@@ -318,7 +331,7 @@ class _Selection:
                 self._simulate(one)
             bests.append(min(map(self._estimate, filter(self._is_known, self._population.candidates.values()))))
             self._population.grow(_GROWN, self._score, self._rng)
-            if refine:
+            if self._space.sizes_are_free:
                 self._population.refine(_REFINED, self._score, self._rng)
 
     def result(self) -> list[PredictedPlan]:

@@ -176,14 +176,13 @@ def search_plans(
     # Late: numba takes long to import.
     from lightning_autosync.search.selection import rank_plans
 
-    options = _search_options(tuning, bucket_bytes, overlaps)
+    options = _search_options(tuning, bucket_bytes, overlaps=overlaps)
     ranked = rank_plans(workload, links.cluster, constants=links.constants, **options)
     return _marked([Alternative(each.plan, each.origin, each.seconds, balanced=each.balanced) for each in ranked])
 
 
-def _search_options(tuning: TuningSettings, bucket_bytes: int | None, overlaps: bool) -> dict[str, Any]:
-    keep = 2 * tuning.plans + 1
-    return {"seconds": tuning.search, "keep": keep, "bucket_bytes": bucket_bytes, "overlaps": overlaps}
+def _search_options(tuning: TuningSettings, bucket_bytes: int | None, **options: bool) -> dict[str, Any]:
+    return {"seconds": tuning.search, "keep": 2 * tuning.plans + 1, "bucket_bytes": bucket_bytes, **options}
 
 
 def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
@@ -193,13 +192,14 @@ def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tun
     """
     overlaps = settings.overlap is not None
 
-    def search(overlaps: bool) -> list[dict[str, Any]]:
-        options = _search_options(tuning, settings.bucket_bytes, overlaps)
+    def search(**options: bool) -> list[dict[str, Any]]:
+        options = _search_options(tuning, settings.bucket_bytes, **options)
         return PREDICTOR.search(workload, links.cluster, links.constants, **options)
 
     try:
-        plans = search(overlaps)
-        waiting = search(False) if overlaps else []
+        plans = search(overlaps=overlaps)
+        # No job begins with a plan that waits, so nothing reads what they take beside a computation.
+        waiting = search(balances=False) if overlaps else []
         return {"plans": plans, "waiting": waiting, "remark": "", "overlaps": overlaps}
     except MissingPackageError as error:
         cost = links.constants.shared_host_cost(links.cluster.world_size)

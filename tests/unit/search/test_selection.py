@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -104,18 +105,14 @@ def test_the_time_ends_it_too_where_no_frames_are_simulated(monkeypatch: pytest.
 
 def test_it_looks_at_the_clock_before_each_price() -> None:
     """A clock on which a price takes long ends the search after the last price that fits."""
-    prices = dict.fromkeys((3.0, 6.0), 0)
-    for limit in prices:
-        readings = 0
+    assert [readings(LAYERS, seconds=limit) for limit in (3.0, 6.0)] == [3, 6]
 
-        def clock() -> float:
-            nonlocal readings
-            readings += 1
-            return float(readings)
 
-        ranked(seconds=limit, clock=clock)
-        prices[limit] = readings
-    assert prices == {3.0: 3, 6.0: 6}
+def readings(workload: Workload, **options: Any) -> int:
+    """How often a search reads the clock, which goes on by a second each time."""
+    clock = Mock(side_effect=ticks())
+    ranked(workload, clock=clock, **options)
+    return clock.call_count
 
 
 @pytest.mark.parametrize("cluster", [ClusterSpec.uniform(1), ClusterSpec.uniform(3)])
@@ -152,6 +149,18 @@ def test_a_known_computation_is_not_assumed(found: list[PredictedPlan]) -> None:
 
 def test_plans_for_which_there_was_no_time_have_no_second_prediction() -> None:
     assert [one.balanced for one in ranked(UNKNOWN, seconds=0.0)] == [None, None]
+
+
+def test_native_plans_come_first_in_the_second_prediction() -> None:
+    found = ranked(UNKNOWN, seconds=0.0)
+    time_for_one = selection._Budget(ticks(), 2.5)
+    priced = selection._beside_computation(found, UNKNOWN, STAR, Constants(), False, time_for_one)
+    assert [(one.origin, one.balanced is None) for one in priced] == [("byteps", True), ("all_reduce", False)]
+
+
+def test_a_search_without_a_second_prediction_has_all_the_time() -> None:
+    assert {one.balanced for one in ranked(UNKNOWN, balances=False)} == {None}
+    assert readings(UNKNOWN, balances=False, seconds=6.0) == 6
 
 
 def test_excluded_topologies_take_no_part(found: list[PredictedPlan]) -> None:
