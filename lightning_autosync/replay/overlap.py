@@ -55,7 +55,6 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
     """
     steps = [float(prediction.demand.sum(axis=0).max(initial=0.0))]
     arrivals = [span.end for span in prediction.timeline.messages]
-    taking = prediction.taking or (0.0,) * len(arrivals)
     waited = [message.index for message in schedule.messages if message.waits_in_backward]
     waits = max((arrivals[index] for index in waited), default=0.0)
     message_of = {name: message.index for message in schedule.messages for name in message.variables}
@@ -69,7 +68,7 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
                 come = [one for one in left if arrivals[one] <= now] if arrivals[index] > now else []
                 index = min(come, default=index)
                 left.remove(index)
-                now = max(now, arrivals[index]) + taking[index]
+                now = max(now, arrivals[index]) + prediction.taking[index]
             now += share * forward.seconds
         steps.append(now - backward.end + backward.seconds + sum(span.seconds for span in optimizer))
     return max(steps)

@@ -90,6 +90,6 @@ class Prediction:
     cores: float | None
     critical_path: tuple[Span, ...]
     demand: NDArray[numpy.float64] = field(repr=False, compare=False)
-    frames: int = 0
-    taking: tuple[float, ...] = field(default=(), repr=False, compare=False)
-    passing: float = field(default=0.0, repr=False, compare=False)
+    frames: int
+    taking: tuple[float, ...] = field(repr=False, compare=False)
+    passing: float = field(repr=False, compare=False)

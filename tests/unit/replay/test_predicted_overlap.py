@@ -40,7 +40,8 @@ def predicted(first: float, last: float, busy: float = 0.0) -> Prediction:
     )
     compute = (Span("forward", 0.0, 1.0), Span("backward", 1.0, 3.0), Span("optimizer", 4.0, 4.25))
     timeline = Timeline(4.25, spans, (compute, compute), {})
-    return Prediction(4.25, 1.0, timeline, (0.0, 0.0), None, (), numpy.full((2, 3), busy / 2))
+    demand = numpy.full((2, 3), busy / 2)
+    return Prediction(4.25, 1.0, timeline, (0.0, 0.0), None, (), demand, frames=2, taking=(0.0, 0.0), passing=0.0)
 
 
 @pytest.mark.parametrize(
