@@ -32,6 +32,9 @@ def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[Step
         schedule: the schedule by which the steps were synchronized.
         traces: the times of steps on this rank, with those of gradients; medians count.
         slowest: seconds of computation in a step of the slowest rank; the times of this rank are scaled to that.
+
+    Raises:
+        PredictorError: no gradient has a time in any step, as if all came at the end of the backward pass.
     """
     forward = statistics.median(trace.forward for trace in traces)
     backward = statistics.median(trace.backward - trace.forward for trace in traces)
@@ -41,6 +44,10 @@ def timed_workload(workload: Workload, schedule: Schedule, traces: Sequence[Step
     for trace in traces:
         for message, place, at in trace.arrivals:
             times[schedule.messages[message].variables[place]].append(at - trace.forward)
+    if not times:
+        raise PredictorError(
+            "the traces of the measured steps have no times of gradients; expected a recorder with times_gradients=True"
+        )
     factor = slowest / (forward + backward)
     ready = {name: min(statistics.median(own), backward) for name, own in times.items()}
     return workload.model_copy(

@@ -16,6 +16,7 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import Arrival, Recorder, StepTrace
+from lightning_autosync.errors import PredictorError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.plan.builders.default import NATIVE, SEARCHED, native_name
 from lightning_autosync.replay import Constants, Replay, overlapped_step_time
@@ -71,6 +72,12 @@ def test_gradients_without_a_time_and_steps_without_computation_are_no_error() -
     timed = timed_workload(WORKLOAD, schedule_of(), [trace(1.0, [(0, 1, 1.2)], 1.6)], slowest=1.6)
     assert ready_of(timed) == pytest.approx({"b": 0.2, "c": 0.6, "a": 0.6})
     assert timed_workload(WORKLOAD, schedule_of(), [trace(0.0, [(0, 0, 0.0)], 0.0)], slowest=0.0) == WORKLOAD
+
+
+def test_steps_without_times_of_gradients_are_refused() -> None:
+    """Else all gradients would seem to come at the end, and no message could overlap with the backward pass."""
+    with pytest.raises(PredictorError, match="no times of gradients; expected a recorder with times_gradients=True"):
+        timed_workload(WORKLOAD, schedule_of(), [trace(1.0, [], 1.6)] * 2, slowest=1.6)
 
 
 def test_times_never_exceed_the_backward_pass() -> None:
