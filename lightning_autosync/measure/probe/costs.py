@@ -332,7 +332,7 @@ def measure_engine() -> dict[str, float]:
     }
     of_few = _FEW * (found["gradient_core"] + found["unpack_core"]) + found["launch_core"] + found["finish_core"]
     of_few_due, of_many_due, of_separate_due = (
-        sum(_step(*shape, overlaps=True)) - sum(without)
+        sum(_overlapping_step(*shape)) - sum(without)
         for shape, without in zip(_SHAPES, (few, many, separate), strict=True)
     )
     return {
@@ -351,12 +351,54 @@ def _layers(gradients: int) -> Workload:
     return Workload(name="probe", variables=tuple(variables), backward_time=gradients / _TOGETHER * _PAUSE)
 
 
-def _step(gradients: int, messages: int, overlaps: bool = False) -> tuple[float, float]:
+def _step(gradients: int, messages: int) -> tuple[float, float]:
     """Core-seconds of the main thread in a backward pass, and then until all gradients hold their means.
 
-    Both are medians over steps, then means over ranks. With ``overlaps``, parameters are due at the end of the backward
-    pass, and what follows has their steps, without the time of an optimizer that makes all steps at once.
+    Both are medians over steps, then means over ranks.
     """
+    module, engine = _probed(gradients, messages)
+
+    def finish() -> float:
+        begin = time.thread_time()
+        engine.finish()
+        spent = time.thread_time() - begin
+        module.zero_grad()
+        return spent
+
+    with closing(engine):
+        return _typical(module, finish)
+
+
+def _overlapping_step(gradients: int, messages: int) -> tuple[float, float]:
+    """As `_step`, where parameters are due at the end of the backward pass.
+
+    What follows it has their steps, too, without the time of an optimizer that makes all steps at once.
+    """
+    module, engine = _probed(gradients, messages)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+
+    def make_steps() -> float:
+        begin = time.thread_time()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.settle()
+        spent = time.thread_time() - begin
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        begin = time.thread_time()
+        optimizer.step()
+        optimizer.zero_grad()
+        return spent - (time.thread_time() - begin)
+
+    with closing(engine), closing(StepOverlap(module)) as steps:
+        steps.follow(engine)
+        defer_steps(optimizer)
+        return _typical(module, make_steps)
+
+
+def _probed(gradients: int, messages: int) -> tuple[PacedModule, Engine]:
+    """A module with so many tiny gradients, and an engine that sums them in messages of equal size."""
     workload = _layers(gradients)
     variables = workload.variables
     cluster = ClusterSpec.uniform(dist.get_world_size(), bandwidth=1e9, name="probe")
@@ -366,39 +408,21 @@ def _step(gradients: int, messages: int, overlaps: bool = False) -> tuple[float,
         for number in range(messages)
     ]
     plan = SyncPlan(workload=workload.variables_fingerprint, world_size=dist.get_world_size(), groups=tuple(groups))
-    module, seed = PacedModule(workload), torch.tensor(0)
+    module = PacedModule(workload)
     schedule = compile_plan(plan, workload, cluster)
-    engine = Engine(variable_names(module), schedule, cluster=cluster, timeout=_TIMEOUT, waits="parameters")
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    times = []
-    with closing(engine), closing(StepOverlap(module)) as steps:
-        if overlaps:
-            steps.follow(engine)
-            defer_steps(optimizer)
-        for _ in range(_STEPS):
-            loss = module(seed)
-            start = time.thread_time()
-            loss.backward()
-            launched = time.thread_time()
-            dist.barrier()  # by then most sums have arrived, so that the end of a message is not a wait
-            begin = time.thread_time()
-            if overlaps:
-                optimizer.step()
-                optimizer.zero_grad()
-                steps.settle()
-                end = time.thread_time()
-                with torch.no_grad():
-                    for parameter in module.parameters():
-                        parameter.grad = torch.zeros_like(parameter)
-                spent = time.thread_time()
-                optimizer.step()
-                optimizer.zero_grad()
-                end -= time.thread_time() - spent
-            else:
-                engine.finish()
-                end = time.thread_time()
-                optimizer.zero_grad()
-            times.append([launched - start, end - begin])
-    backward, finish = zip(*times[1:], strict=True)
-    found = gather_json([statistics.median(backward), statistics.median(finish)])
+    return module, Engine(variable_names(module), schedule, cluster=cluster, timeout=_TIMEOUT, waits="parameters")
+
+
+def _typical(module: PacedModule, finish: Callable[[], float]) -> tuple[float, float]:
+    """Core-seconds of the main thread in a backward pass, and those that ``finish`` returns after it."""
+    times, seed = [], torch.tensor(0)
+    for _ in range(_STEPS):
+        loss = module(seed)
+        start = time.thread_time()
+        loss.backward()
+        launched = time.thread_time()
+        dist.barrier()  # by then most sums have arrived, so that the end of a message is not a wait
+        times.append([launched - start, finish()])
+    backward, after = zip(*times[1:], strict=True)
+    found = gather_json([statistics.median(backward), statistics.median(after)])
     return statistics.mean(each[0] for each in found), statistics.mean(each[1] for each in found)
