@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autosync.engine.due_parameter import Due, due_of, mark, unmark
 from lightning_autosync.engine.engine import Engine
-from lightning_autosync.engine.norms import clip_by_norms
+from lightning_autosync.engine.launched_gradients import LaunchedGradients, change_gradients
 from lightning_autosync.engine.optimizer_steps import (
     DeferredStep,
     hooks_would_see_parts,
@@ -36,15 +36,13 @@ from lightning_autosync.engine.optimizer_steps import (
     why_whole,
 )
 from lightning_autosync.engine.stale_reads import StaleReads
-from lightning_autosync.engine.step_stream import StepStream
+from lightning_autosync.engine.step_stream import StepStream, keep
 from lightning_autosync.errors import ExchangeError
 
 _deferring: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 """Optimizers whose steps leave out parameters that are due, and the handles of `_before_step`."""
 _MOST_READERS = 10
 """Largest number of functions of which `StepOverlap` tells that they wait."""
-_UNSCALED = (torch.float32, torch.float64, torch.bfloat16)
-"""Types of parameters whose gradients may be unscaled when they have come."""
 _TAKEN = "_autosync_taken"
 """Attribute of a part of an optimizer: a `_Taken` for each of its groups."""
 
@@ -54,16 +52,6 @@ class _Taken(NamedTuple):
 
     due: list[nn.Parameter]
     step: DeferredStep
-
-
-class _Launched(NamedTuple):
-    """The messages that were under way when a pass ended: their engine, and the parameters of each that train.
-
-    Another plan may take over as soon as this rank has all sums, while other ranks still wait for theirs.
-    """
-
-    engine: Engine
-    members: dict[int, list[nn.Parameter]]
 
 
 class StepOverlap:
@@ -88,7 +76,7 @@ class StepOverlap:
         self._engine: Engine | None = None
         self._failure: ExchangeError | None = None
         self._released: list[nn.Parameter] = []
-        self._launched: _Launched | None = None
+        self._launched: LaunchedGradients | None = None
         self._on_wait = on_wait
         self._readers: set[str] = set()
         # Hooks of the modules themselves would be saved with them, and would turn off faster paths of evaluation.
@@ -183,13 +171,13 @@ class StepOverlap:
             with self._unchecked():
                 self._engine.finish_message(index)
         except Exception as error:  # after a Ctrl-C, readers may try again
-            self._fail("the gradients of the last step could not be summed", error)
+            self.fail("the gradients of the last step could not be summed", error)
             raise
         members, self._released = [*members, *self._released], []
         try:
             _apply([(parameter, due) for parameter in members if (due := due_of(parameter)) is not None])
         except BaseException as error:  # some of the parameters may have been stepped
-            self._fail("the optimizer's last step could not be made", error)
+            self.fail("the optimizer's last step could not be made", error)
             raise
         for parameter in members:
             unmark(parameter)
@@ -206,7 +194,7 @@ class StepOverlap:
         finally:
             self._reads.paused = False
 
-    def _fail(self, what: str, error: BaseException) -> None:
+    def fail(self, what: str, error: BaseException) -> None:
         """Let all later readers fail, because parameters that are due will get no value."""
         if isinstance(error, ExchangeError):
             self._failure = error
@@ -250,16 +238,8 @@ class StepOverlap:
         """
         with self._lock, torch.no_grad():
             self._stream.follow()
-            norms = self._norms(parameters)
-            if norms is None:
-                return None
-            total, factor = clip_by_norms(parameters, norms, max_norm, error_if_nonfinite)
-            for parameter in parameters:
-                if parameter in norms:
-                    due = due_of(parameter)
-                    assert due is not None
-                    due.factor = factor
-            return total
+            launched = self._launched
+            return None if launched is None else launched.clip_by_norm(parameters, max_norm, error_if_nonfinite)
 
     def unscale_later(self, parameters: Sequence[nn.Parameter], inverse: Tensor) -> set[nn.Parameter]:
         """Let gradients be multiplied when they have come, like ``torch.amp.GradScaler.unscale_``, if all are finite.
@@ -281,65 +261,8 @@ class StepOverlap:
             ExchangeError: a peer was lost or did not answer in time.
         """
         with self._lock, torch.no_grad():
-            wanted = {*parameters}
-            launched = () if self._launched is None else self._launched.members.values()
-            if any(each not in wanted for members in launched for each in members):
-                return set()
-            # Devices other than CPUs have not been tried.
-            if any(each.dtype not in _UNSCALED or each.device.type != "cpu" for each in parameters):
-                return set()
             self._stream.follow()
-            norms = self._norms(parameters)
-            if norms is None:
-                return set()
-            if not nn.utils.get_total_norm(list(norms.values())).isfinite():
-                self.settle()  # before the scaler reads the gradients: this is no reader that a user could change
-                return set()
-            for parameter in norms:
-                due = due_of(parameter)
-                assert due is not None
-                due.inverse = inverse.to(parameter.device)
-            return set(norms)
-
-    def _norms(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor] | None:
-        """The norms of gradients that are due, by parameter; the others of ``parameters`` have come then."""
-        launched = self._launched
-        if launched is None:
-            return None
-        first, *others = launched.members
-        # Its sum tells whether some rank's parameters have changed. All ranks read its gradients themselves, so it does
-        # not matter whether a function has changed them.
-        self.complete(first)
-        wanted = {*parameters}
-        asked = {index: [each for each in launched.members[index] if each in wanted] for index in others}
-        early = [index for index, members in asked.items() if members and launched.engine.has_roots(index)]
-        if self._launched is None or not early:
-            return None
-        for index in asked.keys() - set(early):
-            if asked[index]:
-                self.complete(index)
-        launched.engine.send_sums_first(early)
-        # Gradients that have come may have been changed.
-        dues = [due_of(parameter) for index in early for parameter in asked[index]]
-        refuses = any(due is None or due.clipped_or_stepped for due in dues)
-        try:
-            with self.waiting():
-                norms = launched.engine.norms(early, refuses)
-        except Exception as error:
-            self._fail("the norms of gradients could not be exchanged", error)
-            raise
-        if norms is None:
-            return None
-        found = {}
-        for index, of_message in zip(early, norms, strict=True):
-            members = launched.engine.members(index)
-            known = dict(zip(members, of_message.to(members[0].device), strict=True))
-            for each in asked[index]:
-                due = due_of(each)
-                assert due is not None  # no rank refused
-                norm = known[each] if due.inverse is None else known[each] * due.inverse
-                found[each] = norm.to(each.dtype)
-        return found
+            return set() if self._launched is None else self._launched.unscale_later(parameters, inverse)
 
     def notice_change(self) -> None:
         """Complete the first message, which tells whether some rank's parameters changed before the last pass.
@@ -357,7 +280,8 @@ class StepOverlap:
         """
         self._released = [parameter for members in self._open.values() for parameter in members]
         self._open.clear()
-        self._launched = None
+        if self._launched is not None:
+            self._launched.end()
 
     def note_reader(self, reader: str) -> None:
         """See `Owner.note_reader`."""
@@ -397,7 +321,7 @@ class StepOverlap:
                 engine.finish_message(index)
         self._stream.follow()
         if engine.pending:
-            self._launched = _Launched(engine, {index: members[index] for index in engine.pending})
+            self._launched = LaunchedGradients(engine, {index: members[index] for index in engine.pending}, self)
         for index in engine.pending:
             self._open[index] = members[index]
             for each in members[index]:
@@ -504,29 +428,14 @@ def _before_forward(module: nn.Module, _: Any) -> None:
 
 
 def _apply(due: list[tuple[nn.Parameter, Due]]) -> None:
-    for parameter, what in due:
+    for _, what in due:
         what.stepping = True
-        if what.inverse is not None and parameter.grad is not None:
-            _keep(what.inverse)
-            # By the function of the scaler, so that the bits are its own. The gradient is known to be finite.
-            unused = torch.zeros_like(what.inverse)
-            torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], unused, what.inverse)
-        if what.factor is not None and parameter.grad is not None:
-            _keep(what.factor)
-            parameter.grad.mul_(what.factor)
-        if what.limit is not None and parameter.grad is not None:
-            nn.utils.clip_grad_value_(parameter, what.limit)
+    change_gradients(due)
     make_steps([(parameter, what.step) for parameter, what in due if what.step is not None])
     for parameter, what in due:
         if what.clears and what.step is not None:
             if parameter.grad is not None:
-                _keep(parameter.grad)
+                keep(parameter.grad)
             parameter.grad = None
         elif what.clears is False and parameter.grad is not None:
             parameter.grad.zero_()
-
-
-def _keep(tensor: Tensor) -> None:
-    """Let a tensor on a GPU keep its memory until the current stream has used it; another stream may have made it."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))

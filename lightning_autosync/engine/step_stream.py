@@ -12,7 +12,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autosync.errors import ExchangeError
 
@@ -86,3 +86,9 @@ class StepStream:
             own = {*map(id, whole.parameters())}
             if any(id(parameter) in own for parameter in module.parameters()):
                 raise ExchangeError(_REFUSED)
+
+
+def keep(tensor: Tensor) -> None:
+    """Let a tensor on a GPU keep its memory until the current stream has used it; another stream may have made it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
