@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,7 +20,8 @@ STATUS = 128 + signal.SIGINT
 _REPEAT = 0.05
 """Seconds after which a swallowed Ctrl-C is raised again."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_folders: list[str] = []
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+_folders: list[Path] = []
 _received = False
 
 
@@ -27,7 +31,15 @@ def _raise(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler, _raise)
+def _remove_and_end(number: int, frame: FrameType | None) -> None:
+    if signal.getsignal(number) is not _remove_and_end:
+        return  # Lightning's handler calls this one, and ends the process in order itself
+    _remove_folders()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler, _raise, _remove_and_end)
 
 
 def received() -> bool:
@@ -59,15 +71,37 @@ def raise_again() -> None:
         sys.unraisablehook = _raise_later
 
 
-def remove_at_end(folder: str) -> None:
-    """Remove a folder if a Ctrl-C ends this process at once."""
-    _folders.append(folder)
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder for the block, which is removed also if a Ctrl-C, SIGTERM or SIGHUP ends this process at once.
+
+    Signals that are ignored or have another handler are left alone.
+    """
+    folder = Path(tempfile.gettempdir(), f"autosync-{os.getpid()}-{secrets.token_hex(8)}")
+    ours = []
+    _folders.append(folder)  # before it exists, since a signal may come at any moment
+    try:
+        if threading.current_thread() is threading.main_thread():
+            ours = [number for number in _ENDINGS if signal.getsignal(number) is signal.SIG_DFL]
+        for number in ours:
+            signal.signal(number, _remove_and_end)
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+        _folders.remove(folder)
+
+
+def _remove_folders() -> None:
+    for folder in _folders:
+        if folder.name.startswith(f"autosync-{os.getpid()}-"):  # a forked copy of a process must not remove its folders
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # os._exit below skips all exit handlers, so folders are removed here.
-    for folder in _folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    _remove_folders()  # here, since os._exit below skips all exit handlers
     with suppress(OSError):  # standard error may be closed
         os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode())
     os._exit(STATUS)

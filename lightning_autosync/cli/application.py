@@ -7,10 +7,10 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -146,8 +146,8 @@ def run_verb(verb: str) -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         _print_page(help_text(verb, VERBS[verb]))
         return
-    with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
-        interrupts.remove_at_end(folder)
+    with ExitStack() as folders:
+        folder = folders.enter_context(interrupts.temporary_folder())
         if any("://" in argument for argument in sys.argv):
             from lightning_autosync.search.passwords import hide_passwords
 
@@ -157,21 +157,22 @@ def run_verb(verb: str) -> None:
             check_options(verb, sys.argv[1:])
         except DocumentError as error:
             _exit_with(verb, error, _WRONG_LINE)
-        sys.argv[1:] = prepared(with_todays_keys(verb, with_names(verb, sys.argv[1:])), Path(folder))
+        sys.argv[1:] = prepared(with_todays_keys(verb, with_names(verb, sys.argv[1:])), folder)
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:
             sys.argv[1:] = with_override(sys.argv[1:], f"hydra.launcher.program=[-m,lightning_autosync.cli,{verb}]")
-        _run(verb)
+        _run(verb, folders.close)
 
 
-def _run(verb: str) -> None:
+def _run(verb: str, composed: Callable[[], None]) -> None:
+    """Let Hydra compose the configuration and run the verb; ``composed`` is called when no more is to be composed."""
     import hydra
     from hydra.errors import CompactHydraException
     from omegaconf.errors import OmegaConfBaseException
 
     from lightning_autosync.cluster import configuration_directory
 
-    application = _application(verb)
+    application = _application(verb, composed)
     # This variable makes Hydra raise errors, such as a full disk, instead of printing a traceback and exiting.
     given = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = given or "1"
@@ -191,7 +192,7 @@ def _run(verb: str) -> None:
             os.environ[FULL_ERROR] = given
 
 
-def _application(verb: str) -> Callable[[Any], Any]:
+def _application(verb: str, composed: Callable[[], None]) -> Callable[[Any], Any]:
     """What Hydra calls with the composed configuration: the verb's function, with its errors handled."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -202,6 +203,8 @@ def _application(verb: str) -> Callable[[Any], Any]:
     def application(configuration: Any) -> Any:
         hydra_configuration = HydraConfig.get()
         directory = Path(hydra_configuration.runtime.output_dir)
+        if hydra_configuration.mode is RunMode.RUN:
+            composed()
         try:
             plain: Any = OmegaConf.to_container(configuration, resolve=True)
             return function(plain, directory)

@@ -1,4 +1,4 @@
-"""A Ctrl-C at any moment of a command: exit status 130, no traceback, no process and no namespace left behind."""
+"""A Ctrl-C or SIGTERM at any moment of a command: no traceback, no process, folder or namespace left behind."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ except LaunchError as error:
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 MARK = "AUTOSYNC_TEST_MARK"
-ENDED = (130, -signal.SIGINT)
-"""A shell has 130 for both; the second is that of a Ctrl-C that comes when Python itself hears none any more."""
+ENDED = {signal.SIGINT: (130, -signal.SIGINT), signal.SIGTERM: (-signal.SIGTERM,)}
+"""A shell has 130 for both of a Ctrl-C; the second is that of one that comes when Python itself hears none any more."""
 FLAT = ("model=flat", "model.mib=0.01", "ddp=short", "steps=1")
 LINES: dict[str, tuple[str, ...]] = {
     "bench": ("bench", *FLAT, "rounds=100000"),
@@ -71,8 +71,10 @@ def mark(tmp_path) -> Iterator[str]:
         os.kill(pid, signal.SIGKILL)
 
 
-def interrupted(line: str, folder: Path, mark: str, after: float, gap: float | None = None) -> str:
-    """Start a command, and send a Ctrl-C ``after`` seconds from when it hears one, and another one ``gap`` later."""
+def interrupted(
+    line: str, folder: Path, mark: str, after: float, gap: float | None = None, number: signal.Signals = signal.SIGINT
+) -> str:
+    """Start a command, and send a signal ``after`` seconds from when it hears one, and another one ``gap`` later."""
     surroundings = {**os.environ, MARK: mark, "TMPDIR": str(folder)}
     words = [*LINES[line], *([] if line == "sweep" else ["hydra.run.dir=run"])]
     running = subprocess.Popen(
@@ -86,9 +88,9 @@ def interrupted(line: str, folder: Path, mark: str, after: float, gap: float | N
     for pause in (0.0, gap):
         if pause is not None:
             time.sleep(pause)
-            running.send_signal(signal.SIGINT)
+            running.send_signal(number)
     printed, errors = running.communicate(timeout=60)
-    assert running.returncode in ENDED, (after, gap, printed[-300:], errors[-1500:])
+    assert running.returncode in ENDED[number], (after, gap, printed[-300:], errors[-1500:])
     assert "Traceback" not in errors, (after, gap, errors)
     _wait_for(lambda: not marked(mark), f"processes left after {after:.2f} s")
     _wait_for(
@@ -125,6 +127,7 @@ def _lines() -> list[object]:
     return [pytest.param(line, marks=NEEDS_ROOT if line == "emulated" else []) for line in LINES]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("line", "after"),
     [
@@ -133,8 +136,8 @@ def _lines() -> list[object]:
         pytest.param("emulated", 5.0, marks=[*NEEDS_ROOT, pytest.mark.slow]),
     ],
 )
-def test_a_ctrl_c_at_some_moment(line, after, tmp_path, mark):
-    interrupted(line, tmp_path, mark, after)
+def test_a_signal_at_some_moment(line, after, number, tmp_path, mark):
+    interrupted(line, tmp_path, mark, after, number=number)
 
 
 @pytest.mark.slow
@@ -173,7 +176,7 @@ def interrupted_after_trials(folder: Path, mark: str, gap: float) -> None:
     time.sleep(gap)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
-    assert running.returncode in ENDED, errors[-1500:]
+    assert running.returncode in ENDED[signal.SIGINT], errors[-1500:]
     assert "Traceback" not in errors
 
 

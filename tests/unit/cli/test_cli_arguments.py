@@ -104,7 +104,7 @@ def test_options_are_found_in_every_directory(
 def test_a_sweep_by_torchrun_takes_a_file_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cluster_file(tmp_path / "net.yaml", "mine")
     lines: list[list[str]] = []
-    monkeypatch.setattr(cli, "_run", lambda verb: lines.append(sys.argv[1:]))
+    monkeypatch.setattr(cli, "_run", lambda verb, composed: lines.append(sys.argv[1:]))
     monkeypatch.setattr(sys, "argv", ["autosync", "bench", "-m", "rounds=1,2", f"cluster={path}", cli.TORCHRUN])
     cli.main()
     (line,) = lines
