@@ -38,7 +38,7 @@ def compile_plan(
     if plan.world_size != cluster.world_size:
         raise PlanError(
             f"{source}: world_size: the plan is for {plan.world_size} ranks, but cluster '{cluster.name}' has "
-            f"{cluster.world_size}"
+            f"{cluster.world_size}; give a plan for {cluster.world_size} ranks, or use {plan.world_size}"
         )
     if not plan.has_schedule:
         raise PlanError(

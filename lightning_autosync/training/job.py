@@ -14,7 +14,7 @@ from lightning_autosync.errors import DocumentError, PlanError, UnwritableError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.launches.launch import is_slurm_task, refuse_within_torchrun, require_torchrun
-from lightning_autosync.measure.launches.settings import LaunchSettings, SlurmSettings
+from lightning_autosync.measure.launches.settings import AnyLaunch, LaunchSettings, SlurmSettings
 from lightning_autosync.measure.launches.slurm import results, submit, tasks_of
 from lightning_autosync.measure.workers import WorkerError, WorkerPool
 from lightning_autosync.plan import SyncPlan, builders
@@ -34,34 +34,50 @@ def run_job(settings: TrainingSettings, directory: Path) -> TrainingResult | Non
         AutoSyncError: settings do not fit, ranks cannot be started, or a rank failed.
     """
     cluster = None if settings.cluster is None else make_cluster(settings, settings.ranks)
+    shape = _started_shape(settings.launch)
+    ranks = settings.ranks or 2
+    if shape is not None:
+        ranks = math.prod(shape)
+    elif cluster is not None:
+        ranks = cluster.world_size
     request = {
         "settings": settings.model_dump(mode="json"),
         "directory": str(directory.absolute()),
         "cluster": None if cluster is None else cluster.to_dict(),
-        "plan": _plan_document(settings),
+        "plan": _plan_document(settings, ranks),
     }
     if isinstance(settings.launch, LaunchSettings):
-        refuse_within_torchrun(settings.launch.kind)
-        result = _train_by_workers(settings, settings.launch, cluster, request)
+        result = _train_by_workers(settings, settings.launch, cluster, ranks, request)
         result.write(directory)
         return result
-    if isinstance(settings.launch, SlurmSettings):
-        if not is_slurm_task():
-            return _train_by_slurm(settings, settings.launch, cluster, request)
-        shape = _slurm_shape()
-    else:
-        require_torchrun("train")
-        shape = _torchrun_shape()
+    if isinstance(settings.launch, SlurmSettings) and shape is None:
+        return _train_by_slurm(settings, settings.launch, cluster, request)
+    assert shape is not None
     from lightning_autosync.training.rank import train_task
 
     return train_task(request, *shape)
 
 
-def _plan_document(settings: TrainingSettings) -> dict[str, Any] | None:
+def _started_shape(launch: AnyLaunch) -> tuple[int, int] | None:
+    """Numbers of nodes and of ranks per node of the job to which this process belongs; None before ranks start.
+
+    Raises:
+        LaunchError: torchrun started this process for another launch, or did not for its own.
+    """
+    if isinstance(launch, LaunchSettings):
+        refuse_within_torchrun(launch.kind)
+        return None
+    if isinstance(launch, SlurmSettings):
+        return _slurm_shape() if is_slurm_task() else None
+    require_torchrun("train")
+    return _torchrun_shape()
+
+
+def _plan_document(settings: TrainingSettings, ranks: int) -> dict[str, Any] | None:
     """The content of the plan file, which only this machine needs; None for a builder, whose name is checked.
 
     Raises:
-        PlanError: the file cannot be used, or there is no builder of this name.
+        PlanError: the file cannot be used or is for another number of ranks, or there is no builder of this name.
     """
     plan = settings.sync.plan
     if plan is None:
@@ -72,17 +88,27 @@ def _plan_document(settings: TrainingSettings) -> dict[str, Any] | None:
                 f"{plan}: 'autosync train' takes no hybrid plans, which split operators; train in a script with "
                 f"Trainer(strategy=AutoDDLStrategy(plan={plan!r}))"
             )
-        return SyncPlan.load(plan).to_dict()
+        found = SyncPlan.load(plan)
+        if (planned := found.world_size) != ranks:
+            other = f"ranks={planned}" if settings.cluster is None else f"a cluster of {planned} ranks"
+            raise PlanError(
+                f"{plan}: world_size: the plan is for {planned} ranks, but the job has {ranks}; give a plan for "
+                f"{ranks} ranks, such as one of 'autosync tune', or give {other}"
+            )
+        return found.to_dict()
     builders.find(plan)
     return None
 
 
 def _train_by_workers(
-    settings: TrainingSettings, launch: LaunchSettings, cluster: ClusterSpec | None, request: dict[str, Any]
+    settings: TrainingSettings,
+    launch: LaunchSettings,
+    cluster: ClusterSpec | None,
+    ranks: int,
+    request: dict[str, Any],
 ) -> TrainingResult:
     from lightning_autosync.training.rank import train_worker
 
-    ranks = cluster.world_size if cluster is not None else settings.ranks or 2
     with (
         launch.open(cluster) as place,
         WorkerPool(

@@ -21,6 +21,7 @@ from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.training import job
 from lightning_autosync.training.job import run_job
 from lightning_autosync.training.rank import RankTraining, train_rank
 from lightning_autosync.training.settings import TrainingResult, TrainingSettings
@@ -223,6 +224,28 @@ def test_what_only_a_rank_can_know_gives_one_line_too(
     with pytest.raises(kind, match=message) as caught:
         train_rank(RankTraining(quick(**settings), str(tmp_path), nodes=1, devices=2))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "ranks=3"),
+        ({"ranks": 4}, "ranks=3"),
+        ({"cluster": ClusterSpec.uniform(2).to_dict()}, "a cluster of 3 ranks"),
+        ({"launch": {"kind": "slurm"}}, "ranks=3"),
+    ],
+)
+def test_a_plan_for_another_number_of_ranks_is_refused_before_any_starts(
+    tmp_path: Path, settings: dict[str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for starts in ("WorkerPool", "submit"):
+        monkeypatch.setattr(job, starts, None)
+    path, ranks = tmp_path / "plan.yaml", settings.get("ranks", 2)
+    weights = Workload(name="weights", variables=(Variable(name="w", shape=(2,)),))
+    builders.ps(weights, ClusterSpec.uniform(3)).save(path)
+    why = f"{path}: world_size: the plan is for 3 ranks, but the job has {ranks}; give a plan for {ranks} ranks"
+    with pytest.raises(PlanError, match=f"^{re.escape(why)}, .*or give {remedy}$"):
+        run_job(quick(sync={"plan": str(path)}, **settings), tmp_path)
 
 
 def test_a_hybrid_plan_is_for_another_strategy(tmp_path: Path) -> None:
