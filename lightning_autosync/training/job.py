@@ -33,6 +33,9 @@ def run_job(settings: TrainingSettings, directory: Path) -> TrainingResult | Non
     Raises:
         AutoSyncError: settings do not fit, ranks cannot be started, or a rank failed.
     """
+    from lightning_autosync.training.rank import check_trainer
+
+    check_trainer(settings.trainer)
     cluster = None if settings.cluster is None else make_cluster(settings, settings.ranks)
     shape = _started_shape(settings.launch)
     ranks = settings.ranks or 2

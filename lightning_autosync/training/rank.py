@@ -210,7 +210,7 @@ def _model(job: RankTraining) -> L.LightningModule:
 
 def _trainer(job: RankTraining, times: StepTimes) -> L.Trainer:
     arguments = make_arguments("trainer", job.settings.trainer)
-    _check_types(arguments)
+    check_trainer(arguments)
     callbacks = [*(arguments.pop("callbacks", None) or []), times]
     try:
         return L.Trainer(
@@ -225,10 +225,10 @@ def _trainer(job: RankTraining, times: StepTimes) -> L.Trainer:
         raise DocumentError(f"trainer: {' '.join(str(error).split())}") from error
 
 
-def _check_types(arguments: dict[str, Any]) -> None:
+def check_trainer(arguments: dict[str, Any]) -> None:
     """Refuse arguments that the Trainer does not have, and values of a wrong type if it takes plain values only.
 
-    The Trainer does not check types, and would fail later with a traceback.
+    The Trainer does not check types, and would fail later with a traceback. Values with ``_target_`` pass.
 
     Raises:
         DocumentError: a name is unknown, or a value has a wrong type.
@@ -238,10 +238,12 @@ def _check_types(arguments: dict[str, Any]) -> None:
         if name not in names:
             raise DocumentError(f"trainer.{name}: {unknown_name(name, names)}")
     for name, hint in get_type_hints(L.Trainer.__init__).items():
-        kinds = get_args(hint) or (hint,)
-        if name in arguments and _PLAIN.issuperset(kinds) and not isinstance(arguments[name], kinds):
+        kinds, value = get_args(hint) or (hint,), arguments.get(name)
+        if isinstance(value, dict) and "_target_" in value:
+            continue
+        if name in arguments and _PLAIN.issuperset(kinds) and not isinstance(value, kinds):
             allowed = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
-            raise DocumentError(f"trainer.{name}: {arguments[name]!r} is not allowed; allowed: {allowed}")
+            raise DocumentError(f"trainer.{name}: {value!r} is not allowed; allowed: {allowed}")
 
 
 def _strategy(job: RankTraining) -> Strategy:
