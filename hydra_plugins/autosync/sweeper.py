@@ -14,7 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from hydra_plugins.autosync import _config
 from hydra_plugins.autosync._config import SweepError, SweepInterrupted
@@ -53,26 +53,32 @@ class OptunaSweeper(Sweeper):
         self._params: Any = OmegaConf.to_container(OmegaConf.create(params), resolve=True)
         self._sampler = sampler
         self._compares = direction is not None
-        self._directions = _directions(direction)
+        self._direction = direction
         self._metrics = [metrics] if isinstance(metrics, str) else list(metrics or [])
         self._n_trials = n_trials
         self._n_jobs = n_jobs
         self._storage = storage
         self._study_name = study_name
         self._max_failure_rate = max_failure_rate
-        if self._metrics and self._compares and len(self._metrics) != len(self._directions):
-            raise SweepError(f"hydra.sweeper.metrics: {self._metrics}: expected {len(self._directions)} name(s)")
-        if n_jobs < 1 or (n_trials is not None and n_trials < 1):
-            raise SweepError("hydra.sweeper: n_trials and n_jobs must be 1 or more")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         _config.refuse_within_rank()
+        self._check()  # not in the constructor, whose errors Hydra wraps
         _hide_passwords(config)
         self.config = config
         self.hydra_context = hydra_context
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
+
+    def _check(self) -> None:
+        """Check the settings of which Hydra does not know what is allowed, and set the directions."""
+        self._directions = _directions(self._direction)
+        if self._metrics and self._compares and len(self._metrics) != len(self._directions):
+            raise SweepError(f"hydra.sweeper.metrics: {self._metrics}: expected {len(self._directions)} name(s)")
+        for name, count in (("n_trials", self._n_trials), ("n_jobs", self._n_jobs)):
+            if count is not None and count < 1:
+                raise SweepError(f"hydra.sweeper.{name}: got {count}; allowed: 1 or more")
 
     def sweep(self, arguments: list[str]) -> None:
         try:
@@ -249,10 +255,11 @@ def _hide_passwords(config: DictConfig) -> None:
 
 
 def _directions(direction: Any) -> list[Direction]:
-    given: list[Any] = [direction] if isinstance(direction, str) else list(direction or ["minimize"])
-    unknown = [name for name in given if name not in ("minimize", "maximize")]
-    if unknown or not given:
-        raise SweepError(f"hydra.sweeper.direction: {unknown}: allowed: minimize, maximize, or a list of these")
+    if direction is None:
+        return ["minimize"]
+    given: list[Any] = list(direction) if isinstance(direction, ListConfig | list) else [direction]
+    if not given or any(name not in ("minimize", "maximize") for name in given):
+        raise SweepError(f"hydra.sweeper.direction: got {direction}; allowed: minimize, maximize, or a list of these")
     return given
 
 

@@ -32,6 +32,7 @@ _MOST_NEAR = 3
 _SHORT_WITH_MORE = re.compile("-[^-].")
 """The beginning of a word that the parser takes for a short option and its value."""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
+_WRONG_VALUE = re.compile(r"Error merging override (.+)")
 
 
 def help_text(verb: str, purpose: str) -> str:
@@ -247,6 +248,8 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
         if "already at" in str(error):
             return f"{key}: key exists already; leave out the +"
         return _unknown(verb, key, overrides)
+    if (merged := _WRONG_VALUE.match(str(error))) and error.__cause__ is not None:
+        return f"'{merged[1]}': {_first_line(error.__cause__)}"
     return _first_line(error)
 
 
@@ -327,5 +330,5 @@ def _has_group(verb: str, group: str) -> bool:
     return re.search(rf"^  - {group}:", (configuration_directory() / f"{verb}.yaml").read_text(), re.M) is not None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]

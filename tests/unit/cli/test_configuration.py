@@ -63,6 +63,7 @@ from lightning_autosync.errors import DocumentError
         ("rounds=3,4 model=flat,foo", r"model: 'foo' is not known"),
         ("+rounds=3", r"rounds: key exists already; leave out the \+$"),
         ("rounds", r"'rounds': not of the form key=value"),
+        ("hydra.sweeper.n_trials=x", r"^'hydra\.sweeper\.n_trials=x': Value 'x' .*could not be converted to Integer$"),
     ],
 )
 def test_one_line_names_the_key_and_what_is_allowed(line: str, message: str) -> None:

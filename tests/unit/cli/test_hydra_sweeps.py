@@ -276,18 +276,21 @@ def test_a_sweep_over_something_else_is_refused(tmp_path: Path) -> None:
             "hydra.sweeper.n_trials: missing",
             marks=pytest.mark.slow,
         ),
+        (("hydra.sweeper.direction=least",), "hydra.sweeper.direction: got least; allowed: minimize, maximize, or "),
         pytest.param(
-            ("hydra.sweeper.direction=least",),
-            "hydra.sweeper.direction: ['least']: allowed: minimize, maximize",
-            marks=pytest.mark.slow,
+            ("hydra.sweeper.direction=[]",), "hydra.sweeper.direction: got []; allowed: ", marks=pytest.mark.slow
         ),
+        pytest.param(
+            ("hydra.sweeper.direction=3",), "hydra.sweeper.direction: got 3; allowed: ", marks=pytest.mark.slow
+        ),
+        (("hydra.sweeper.n_trials=0",), "hydra.sweeper.n_trials: got 0; allowed: 1 or more"),
         ((*AIM, "hydra.sweeper.metrics=[a,b]"), "hydra.sweeper.metrics: ['a', 'b']: expected 1 name(s)"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, line: tuple[str, ...], message: str) -> None:
     finished = sweep(tmp_path, "+x=1,2", *line)
     assert finished.returncode == 1
-    assert message in finished.stderr
+    assert finished.stderr.startswith(message)
 
 
 def test_no_rank_runs_a_sweep(tmp_path: Path) -> None:
