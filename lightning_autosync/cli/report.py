@@ -8,13 +8,31 @@ from typing import Any, ClassVar
 import optuna
 from pydantic import model_validator
 
-from lightning_autosync.documents import Configuration, Result
+from lightning_autosync.documents import RESULT, Configuration, Result, read_data
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.report.comparison import find_runs, write_comparison
 from lightning_autosync.report.hybrid import hybrid_row, write_hybrid_report
 from lightning_autosync.report.page import REPORT, write_report
 from lightning_autosync.report.summary import summary_row
 from lightning_autosync.report.tuning_run import TuningRun
 from lightning_autosync.search.hybrid.result import is_hybrid_run, read_hybrid_result
+
+_VERBS = {
+    "autosync-bench": "bench",
+    "autosync-collection": "collect",
+    "autosync-convergence": "converge",
+    "autosync-fit": "fit",
+    "autosync-gain": "predict",
+    "autosync-hybrid-prediction": "predict",
+    "autosync-isolation": "converge",
+    "autosync-prediction": "predict",
+    "autosync-probe": "probe",
+    "autosync-rehearsal": "rehearse",
+    "autosync-report": "report",
+    "autosync-training": "train",
+    "autosync-validation": "validate",
+}
+"""Verbs whose results have no report, by the names of their formats."""
 
 
 class ReportSettings(Configuration):
@@ -63,6 +81,8 @@ def report(configuration: dict[str, Any], directory: Path) -> None:
     """
     settings = ReportSettings.parse(configuration)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if settings.run is not None:
+        _refuse_others(Path(settings.run))
     if settings.run is not None and is_hybrid_run(Path(settings.run)):
         result = read_hybrid_result(Path(settings.run))
         path = Path(settings.file) if settings.file else Path(settings.run) / REPORT
@@ -79,6 +99,22 @@ def report(configuration: dict[str, Any], directory: Path) -> None:
         path = Path(settings.file) if settings.file else (given[0] if len(given) == 1 else directory) / REPORT
         write_comparison(runs, path)
     _leave(directory, path, [summary_row(run) for run in runs])
+
+
+def _refuse_others(directory: Path) -> None:
+    """Refuse a directory that another verb or a sweep wrote; the message names it, and what has a report.
+
+    Raises:
+        DocumentError: such a result is in the directory, or one that is not plain data.
+    """
+    path = directory / RESULT
+    data = read_data(path, finite=False) if path.is_file() else None
+    name = str(data.get("format")).rpartition("/")[0] if isinstance(data, dict) else ""
+    allowed = "allowed: the directory of one run of 'autosync tune'"
+    if name == "autosync-sweep":
+        raise DocumentError(f"run: {directory}: holds a sweep; {allowed}; to compare its runs, give runs={directory}")
+    if name in _VERBS:
+        raise DocumentError(f"run: {directory}: holds a result of 'autosync {_VERBS[name]}'; {allowed}")
 
 
 def _leave(directory: Path, path: Path, rows: list[dict[str, Any]]) -> None:

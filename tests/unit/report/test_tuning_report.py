@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,9 +19,11 @@ import pytest
 from tuning_runs import write_run
 
 import lightning_autosync.cli.tune as tune_module
+from lightning_autosync.cli.application import VERBS
 from lightning_autosync.cli.report import report
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
+from lightning_autosync.documents.records import _RESULTS
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.step_time import paired_ratio
 from lightning_autosync.replay import Constants
@@ -437,3 +440,29 @@ def test_a_directory_without_runs_is_named(tmp_path: Path) -> None:
         report({"run": str(tmp_path)}, tmp_path / "out")
     with pytest.raises(DocumentError, match=r"no result\.json of 'autosync tune' in it or below it"):
         report({"runs": str(tmp_path)}, tmp_path / "out")
+
+
+def test_what_other_verbs_wrote_is_named(tmp_path: Path) -> None:
+    for verb in VERBS:
+        import_module(f"lightning_autosync.cli.{verb}")
+    formats = [name for name, kind in _RESULTS.items() if kind.__module__.startswith("lightning_autosync.")]
+    others = sorted(set(formats) - {"autosync-tuning/1", "autosync-hybrid-tuning/1"})
+    named = set()
+    for one in others:
+        write_text(tmp_path / "result.json", json.dumps({"format": one}))
+        with pytest.raises(DocumentError) as caught:
+            report({"run": str(tmp_path)}, tmp_path / "out")
+        said = re.fullmatch(
+            rf"run: {tmp_path}: holds a result of 'autosync (\w+)'; "
+            "allowed: the directory of one run of 'autosync tune'",
+            str(caught.value),
+        )
+        assert said is not None, (one, caught.value)
+        named.add(said[1])
+    assert named == VERBS.keys() - {"tune", "cache", "serve"}
+
+
+def test_a_sweep_is_to_be_compared(tmp_path: Path) -> None:
+    write_text(tmp_path / "result.json", '{"format": "autosync-sweep/1"}')
+    with pytest.raises(DocumentError, match=rf"holds a sweep; .*'autosync tune'; .*, give runs={tmp_path}$"):
+        report({"run": str(tmp_path)}, tmp_path / "out")
