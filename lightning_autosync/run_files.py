@@ -25,7 +25,7 @@ class Keyed(Protocol):
 Run = TypeVar("Run", bound=Keyed)
 
 _Fields = dict[str, Any]
-REMEDY = "use the settings that the file has, or give another file as runs=FILE"
+REMEDY = "use the settings that the file has, or give another file as {}=FILE"
 
 
 class RunFile(Generic[Run]):
@@ -37,6 +37,7 @@ class RunFile(Generic[Run]):
         what: source of the runs in messages, for example ``a rehearsal``.
         settings: plain data on which runs depend, besides their keys.
         kind: class of the runs.
+        key: key of the command that names the file.
 
     Attributes:
         runs: runs by key; the last run with a key counts.
@@ -53,8 +54,10 @@ class RunFile(Generic[Run]):
         what: str,
         settings: Mapping[str, Any],
         kind: type[Run],
+        key: str = "runs",
     ) -> None:
         self._path = path
+        self._key = key
         self._form, self._settings = form, settings
         self._has_header = False
         self.runs: dict[Hashable, Run] = {}
@@ -81,7 +84,8 @@ class RunFile(Generic[Run]):
         for name, value in self._settings.items():
             if (found := theirs.get(name)) != value:
                 raise DocumentError(
-                    f"{self._path}: {name}: its runs were made with {shown(found)}, not {value!r}; {REMEDY}"
+                    f"{self._path}: {name}: its runs were made with {shown(found)}, not {value!r}; "
+                    f"{REMEDY.format(self._key)}"
                 )
 
 

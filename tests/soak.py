@@ -322,7 +322,7 @@ def main(arguments: Iterable[str]) -> int:
     seed, console = int(given["seed"]), Console(width=None if sys.stdout.isatty() else 150)
     with alone(Path(given["log"])):
         settings = {"seed": seed, "kinds": kinds, "modes": modes, "steps": STEPS, "trials": TRIALS, "timeout": TIMEOUT}
-        log = RunFile(Path(given["log"]), FORMAT, "a soak", settings, Seen)
+        log = RunFile(Path(given["log"]), FORMAT, "a soak", settings, Seen, key="log")
         faults = [Fault.draw(seed, number, kinds, modes) for number in range(int(given["faults"]))]
         soak, writing, begin = Soak(), Lock(), time.monotonic()
 

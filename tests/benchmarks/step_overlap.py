@@ -70,6 +70,7 @@ from lightning_autosync.strategy.gain import choose_without_trials
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Variable, Workload, catalogue, variable_names
 from lightning_autosync.workload.scaling import scaled, with_compute
+from tests.benchmarks.arguments import read_arguments
 
 MODELS = ("vgg16", "resnet50", "densenet121", "bert_base", "gpt")
 FRAMING = 1514 / 1448
@@ -340,13 +341,11 @@ def speedup(others: Sequence[float], ours: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, and print a table; a wrong name of a model or a cluster is one message, before ranks start."""
-    given = {"rounds": "4", "rate": "1000", "clusters": "four_equal", "ddp": "true", "seconds": "0.351"}
-    given |= {"clip": "false", "trials": "0"}
-    models = [argument for argument in arguments if "=" not in argument] or list(MODELS)
-    given |= dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    """Measure, and print a table; a wrong name of a key, a model or a cluster is one message, before ranks start."""
+    defaults = {"rounds": "4", "rate": "1000", "clusters": "four_equal", "ddp": "true", "seconds": "0.351"}
+    given, models = read_arguments("step_overlap", arguments, {**defaults, "clip": "false", "trials": "0"})
     try:
-        workloads = {model: catalogue.build(model) for model in models}
+        workloads = {model: catalogue.build(model) for model in models or MODELS}
         clusters = {name: resolve_cluster(name).without_addresses() for name in given["clusters"].split(",")}
     except AutoSyncError as error:
         sys.exit(f"step_overlap: {error}")

@@ -65,6 +65,7 @@ from lightning_autosync.plan import SyncPlan  # noqa: E402
 from lightning_autosync.run_files import RunFile, alone  # noqa: E402
 from lightning_autosync.training.settings import TrainingSettings  # noqa: E402
 from tests.benchmarks import tuning_inside_calls as calls  # noqa: E402
+from tests.benchmarks.arguments import read_arguments  # noqa: E402
 
 FORMAT = "autosync-tuning-inside/2"
 PAIRS = (
@@ -435,12 +436,9 @@ def table(found: Iterable[Found]) -> Table:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the pairs that the file lacks; returns the number of pairs that failed."""
-    given = {"seconds": "150", "steps": "300", "least": "100", "out": "tuning_inside.jsonl", "plan": ""}
-    pairs = [argument for argument in arguments if "=" not in argument] or [*PAIRS]
-    for key, _, value in (argument.partition("=") for argument in arguments if "=" in argument):
-        if key not in given:
-            raise SystemExit(f"tuning_inside: '{key}': expected one of {', '.join(given)}\n\n{__doc__}")
-        given[key] = value
+    defaults = {"seconds": "150", "steps": "300", "least": "100", "out": "tuning_inside.jsonl", "plan": ""}
+    given, names = read_arguments("tuning_inside", arguments, defaults)
+    pairs = names or [*PAIRS]
     forked.PRELOADED.append("tests.benchmarks.tuning_inside_calls")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the server of forks
     forked.fork_workers(enter_namespaces=True)
@@ -449,7 +447,7 @@ def main(arguments: Sequence[str]) -> int:
         settings: dict[str, Any] = {name: int(given[name]) for name in ("seconds", "steps", "least")}
         if given["plan"]:
             settings["plan"] = os.path.abspath(given["plan"])
-        file = RunFile(out, FORMAT, "jobs that tune themselves", settings, Found)
+        file = RunFile(out, FORMAT, "jobs that tune themselves", settings, Found, key="out")
         for pair in [each for each in pairs if each not in file.runs]:
             try:
                 console.print(f"{pair} ...", markup=False, highlight=False)

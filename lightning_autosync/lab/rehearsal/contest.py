@@ -117,7 +117,8 @@ def _check_source(run: SamplerRun, settings: RehearsalSettings, path: Path) -> N
     wanted = settings.source_of(run.pair)
     if run.source != wanted:
         raise DocumentError(
-            f"{path}: source: the 'transfer' run on {run.pair} started from {run.source!r}, not {wanted!r}; {REMEDY}"
+            f"{path}: source: the 'transfer' run on {run.pair} started from {run.source!r}, not {wanted!r}; "
+            f"{REMEDY.format('runs')}"
         )
 
 

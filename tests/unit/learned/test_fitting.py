@@ -176,6 +176,15 @@ def test_runs_are_of_one_division_after_the_other(grid: list[Sample], tmp_path: 
     assert [run.unseen for run in runs] == [divide(few, "cluster", 3, number).unseen for number in range(3)]
 
 
+@pytest.mark.parametrize("given", [{}, {"key": "out"}])
+def test_runs_made_with_other_settings_name_the_key_of_the_file(tmp_path: Path, given: dict[str, str]) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps({"format": FORMAT, "settings": {"seed": 1}}) + "\n")
+    wanted = rf"^{path}: seed: its runs were made with 1, not 2; .* as {given.get('key', 'runs')}=FILE$"
+    with pytest.raises(DocumentError, match=wanted):
+        RunFile(path, FORMAT, "a comparison", {"seed": 2}, FitRun, **given)
+
+
 def empty_file(directory: Path) -> RunFile[FitRun]:
     return RunFile(directory / "runs.jsonl", FORMAT, "a comparison", {}, FitRun)
 

@@ -12,6 +12,7 @@ from benchmarks import step_overlap
     ("arguments", "message"),
     [
         (["vgg16", "vgg61"], "step_overlap: no model 'vgg61' in the catalogue; did you mean 'vgg16'?"),
+        (["vgg16", "round=3"], "step_overlap: 'round': not known; did you mean 'rounds'\\? allowed: rounds, rate, "),
         (["vgg16", "clusters=four_equal,four_equals"], "step_overlap: .*'four_equals'"),
     ],
 )
