@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_autosync.cli.progress import ShownProgress
 from lightning_autosync.cli.tables import table_console
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import RESULT
@@ -67,8 +68,9 @@ def run_probe(settings: ProbeSettings) -> dict[str, Any]:
     with (
         settings.launch.open(where) as launch,
         WorkerPool(launch.world_size or settings.ranks, launch, timeout=settings.timeout) as pool,
+        ShownProgress("probe") as report,
     ):
-        answer: dict[str, Any] = pool.run(probe_ranks, **_arguments(settings))[0]
+        answer: dict[str, Any] = pool.run(probe_ranks, report=report, **_arguments(settings))[0]
     return answer
 
 
@@ -78,8 +80,11 @@ def _within_job(settings: ProbeSettings) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        answer = probe_ranks(**_arguments(settings))
-        return answer if dist.get_rank() == 0 else None
+        if dist.get_rank() != 0:
+            probe_ranks(**_arguments(settings))
+            return None
+        with ShownProgress("probe") as report:
+            return probe_ranks(**_arguments(settings), report=report)
     finally:
         dist.destroy_process_group()
 

@@ -108,6 +108,8 @@ def test_the_local_machine_is_one_node_and_the_files_can_be_read(tmp_path, capsy
     caplog.set_level("INFO", "lightning_autosync")
     probe({"launch": {"kind": "local"}, "ranks": 2, "head": 0.05, "window": 0.1}, tmp_path)
     assert "probe: measures links, then hosts" in caplog.text
+    assert "probe: 0 of 4: round trips" in caplog.text
+    assert "probe: 4 of 4" in caplog.text
     cluster = ClusterSpec.load(tmp_path / "cluster.yaml")
     assert [node.devices for node in cluster.nodes] == [2]
     assert cluster.local_bandwidth > 1e7

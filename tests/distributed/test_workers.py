@@ -52,6 +52,17 @@ def test_some_ranks_only_in_the_order_asked(pool):
     assert [result["rank"] for result in pool.run(worker_calls.echo, ranks=[3, 1])] == [3, 1]
 
 
+def test_a_function_tells_how_far_it_is(pool):
+    told = []
+    results = pool.run(worker_calls.tell, report=lambda *words: told.append(words))
+    assert results == ["fine"] * 5
+    assert told == [(done, 3, "rank 0") for done in range(3)]
+    with pytest.raises(WorkerError, match="no luck"):
+        pool.run(worker_calls.tell, report=lambda *words: told.append(words), fails=True)
+    assert len(told) == 6
+    assert pool.run(worker_calls.echo) == [{"rank": rank} for rank in range(5)]
+
+
 @pytest.mark.parametrize("ranks", [[0, 5], [1, 1], [-1]])
 def test_ranks_that_do_not_exist_are_refused(pool, ranks):
     with pytest.raises(ValueError, match="expected different ranks from 0 to 4"):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,15 @@ from lightning_autosync.errors import DocumentError
 
 def echo(**arguments: Any) -> dict[str, Any]:
     return {"rank": dist.get_rank(), **arguments}
+
+
+def tell(report: Callable[[int, int, str], None], fails: bool = False) -> str:
+    rank = dist.get_rank()
+    for done in range(3):
+        report(done, 3, f"rank {rank}")
+    if fails:
+        raise ValueError("no luck")
+    return "fine"
 
 
 def interrupt_yourself() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import counted
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.measure.probe.constants import fit_constants
 from lightning_autosync.measure.probe.costs import measure_collectives, measure_costs
@@ -19,17 +20,41 @@ from lightning_autosync.measure.probe.flows import RoundTrip
 from lightning_autosync.measure.probe.meter import Meter
 from lightning_autosync.measure.probe.shape import Hosts, make_cluster, node_names
 from lightning_autosync.measure.probe.survey import FairCluster, Flow, Survey, everybody, take_survey
+from lightning_autosync.measure.progress import Report, silent
 
 SMALL = 4
 """Largest number of nodes for which every pair is measured alone unless the settings say otherwise."""
 
 
-def measure_links(meter: Meter, name: str, every_pair: bool | None, addresses: bool) -> dict[str, Any]:
+class _Parts:
+    """Tells a `Report` which of the parts of a probe is under way.
+
+    Args:
+        total: number of parts.
+    """
+
+    def __init__(self, total: int, report: Report) -> None:
+        self._done, self._total, self._what, self._report = -1, total, "", report
+
+    def begin(self, what: str) -> None:
+        """Begin a part, which ends the one before it; an empty name ends the last one."""
+        self._done, self._what = self._done + 1, what
+        self._report(self._done, self._total, what)
+
+    def transferred(self, transfers: int) -> None:
+        """Tell the number of transfers so far."""
+        self._report(self._done, self._total, f"{self._what}, {counted(transfers, 'transfer')}")
+
+
+def measure_links(
+    meter: Meter, name: str, every_pair: bool | None, addresses: bool, begin: Callable[[str], None]
+) -> dict[str, Any]:
     """Measure the links of a job; collective.
 
     Args:
         every_pair: as in `ProbeSettings`.
         addresses: whether the cluster includes the nodes' addresses.
+        begin: called with the name of each of three parts when it begins.
 
     Returns:
         Plain data: ``cluster`` (the document), ``nodes`` (bytes/s up and down, alone and while all nodes send),
@@ -37,12 +62,15 @@ def measure_links(meter: Meter, name: str, every_pair: bool | None, addresses: b
         ``burst`` (bytes).
     """
     count = len(meter.nodes)
+    begin("round trips")
     trips = _idle_trips(meter)
     waking = meter.own_trip()
-    survey, loaded = None, {}
+    survey = None
+    begin("rates")
     if count > 1:
         survey = take_survey(meter, count, count <= SMALL if every_pair is None else every_pair)
-        loaded = meter.loaded_trips(survey.alone)
+    begin("links under load")
+    loaded = {} if survey is None else meter.loaded_trips(survey.alone)
     one_way = {pair: max(0.0, trip.least - waking) / 2 for pair, trip in trips.items()}
     cluster = make_cluster(name, _hosts(meter, addresses), survey, one_way)
     return {
@@ -143,6 +171,7 @@ def probe_ranks(
     accelerated: bool,
     addresses: bool,
     timeout: float,
+    report: Report = silent,
 ) -> dict[str, Any]:
     """Measure links and hosts of the default process group; collective.
 
@@ -152,6 +181,7 @@ def probe_ranks(
         head, window, every_pair, constants, accelerated: as in `ProbeSettings`.
         addresses: whether the cluster includes the nodes' addresses.
         timeout: seconds within which two ranks must reach each other.
+        report: told of each part and each transfer.
 
     Returns:
         Plain data: what `measure_links` returns, ``constants`` (the document; None unless requested) with the ``costs``
@@ -159,10 +189,12 @@ def probe_ranks(
     """
     begin = time.perf_counter()
     _go_first()
+    parts = _Parts(3 + constants, report)
     small = {"none": measure_collectives()} if constants else {}  # before the ranks switch to SCHED_BATCH
-    meter = Meter(head, window, timeout)
-    answer: dict[str, Any] = {**measure_links(meter, name, every_pair, addresses), "constants": None}
+    meter = Meter(head, window, timeout, parts.transferred)
+    answer: dict[str, Any] = {**measure_links(meter, name, every_pair, addresses, parts.begin), "constants": None}
     if constants:
+        parts.begin("costs of hosts")
         if scheduling == "batch":
             set_batch_scheduling()
             small["batch"] = measure_collectives()
@@ -170,6 +202,7 @@ def probe_ranks(
         answer["costs"] = {**costs, "small_collectives": small}
         devices = [len(members) for members in meter.nodes]
         answer["constants"] = fit_constants(answer, scheduling, meter.machines, devices, accelerated).to_dict()
+    parts.begin("")
     return {**answer, "transfers": meter.transfers, "seconds": time.perf_counter() - begin}
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -52,6 +52,7 @@ class Meter:
         head: seconds at the beginning of each transfer that are not counted.
         window: seconds of each transfer that are counted.
         timeout: seconds within which ranks must reach each other.
+        report: called with the number of transfers after each.
 
     Attributes:
         nodes: ranks of each node, sorted by first rank. Ranks of one network namespace share a node.
@@ -66,12 +67,15 @@ class Meter:
             read the id that tells its machine from others.
     """
 
-    def __init__(self, head: float, window: float, timeout: float) -> None:
+    def __init__(
+        self, head: float, window: float, timeout: float, report: Callable[[int], None] = lambda transfers: None
+    ) -> None:
         if sys.platform != "linux":
             raise LaunchError(
                 f"probe: it reads the kernel's counters of received bytes, so it needs Linux, not {sys.platform}"
             )
         self._head, self._window, self._timeout = head, window, timeout
+        self._report = report
         self.rank = dist.get_rank()
         identities = gather_json([boot_id(), socket.gethostname(), _namespace(), own_address()])
         ranks: dict[tuple[str, str], list[int]] = {}
@@ -126,7 +130,7 @@ class Meter:
         time.sleep(_SETTLE)
         arrivals = stream(sockets, outgoing, sources, head * self._head, window * self._window)
         found = gather_json({str(source): asdict(arrival) for source, arrival in arrivals.items()})
-        self.transfers += 1
+        self._count()
         return [Arrival(**found[j][str(i)]) for i, j in flows]
 
     def pace(self, node: int) -> float:
@@ -181,7 +185,7 @@ class Meter:
         pings, streams = self._connect([flow]), self._connect([flow])
         dist.barrier()
         time.sleep(_SETTLE)
-        self.transfers += 1
+        self._count()
         if not pings:
             return []
         ((peer, connection),) = pings.items()
@@ -205,6 +209,10 @@ class Meter:
         """Least round-trip seconds of a few bytes within rank 0: the wake-up time of threads, without a wire."""
         least = min(loop(2 * _PINGS)) if self.rank == 0 else 0.0
         return float(gather_json(least)[0])
+
+    def _count(self) -> None:
+        self.transfers += 1
+        self._report(self.transfers)
 
     @property
     def _node(self) -> int:

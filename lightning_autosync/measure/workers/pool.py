@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from lightning_autosync.measure.errors import LaunchError, WorkerError
 from lightning_autosync.measure.launches.launch import Launch, LocalLaunch
+from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.workers.calls import function_name, wrong_input
 from lightning_autosync.measure.workers.devices import Device
 from lightning_autosync.measure.workers.process import WorkerProcess
@@ -113,13 +114,20 @@ class WorkerPool:
         return [worker.pid for worker in self._workers]
 
     def run(
-        self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
+        self,
+        function: Callable[..., Any],
+        /,
+        *,
+        ranks: Iterable[int] | None = None,
+        report: Report | None = None,
+        **arguments: Any,
     ) -> list[Any]:
         """Call a function with ``arguments`` on every rank, or on ``ranks`` only.
 
         Workers import the function by name, so it must be at the top level of a module. The default process group
         exists when the function starts, unless ``process_group`` is False. Arguments and results are sent as JSON, so
-        tuples become lists.
+        tuples become lists. With ``report``, the function gets an argument of this name, a `Report` too. What it tells
+        rank 0's is told to the caller's.
 
         Returns:
             The result of each addressed rank, in the order of ``ranks``.
@@ -135,9 +143,9 @@ class WorkerPool:
             if self.closed:
                 raise WorkerError("the pool is closed", rank=0)
             addressed = self._check_ranks(ranks)
-            order = {"action": "call", "function": function_name(function), "arguments": arguments}
+            call = {"function": function_name(function), "arguments": arguments, "reports": report is not None}
             deadline = time.monotonic() + self.timeout
-            return self._exchange(addressed, order, deadline)
+            return self._exchange(addressed, {"action": "call", **call}, deadline, report or silent)
 
     def close(self) -> None:
         """End every process of the pool; may be called again, and from a signal handler."""
@@ -167,13 +175,13 @@ class WorkerPool:
         with suppress(WorkerError):  # this closes the pool; the caller raises the original error
             self._join(time.monotonic() + RENEWAL)
 
-    def _exchange(self, ranks: list[int], order: dict[str, Any], deadline: float) -> list[Any]:
+    def _exchange(self, ranks: list[int], order: dict[str, Any], deadline: float, report: Report = silent) -> list[Any]:
         """Send ``ranks`` an order and return their results."""
         line = json.dumps(order).encode() + b"\n"
         replies: dict[int, dict[str, Any]] = {}
         try:
             self._send(ranks, line, deadline)
-            self._gather(ranks, replies, deadline)
+            self._gather(ranks, replies, deadline, report)
         except BaseException:
             # Close: an unread reply would be taken for the answer to the next order.
             self.close()
@@ -196,7 +204,7 @@ class WorkerPool:
             except TimeoutError:
                 raise self._silent([rank], {}) from None
 
-    def _gather(self, ranks: list[int], replies: dict[int, dict[str, Any]], deadline: float) -> None:
+    def _gather(self, ranks: list[int], replies: dict[int, dict[str, Any]], deadline: float, report: Report) -> None:
         """Add each rank's reply to ``replies``, in order of arrival."""
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
@@ -209,7 +217,7 @@ class WorkerPool:
                 for key, _ in ready:
                     worker: WorkerProcess = key.fileobj  # type: ignore[assignment]
                     try:
-                        reply = worker.receive()
+                        reply = worker.receive(report)
                     except EOFError:
                         raise self._died(worker.rank, replies) from None
                     if reply is None:

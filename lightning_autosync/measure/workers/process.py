@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
+from lightning_autosync.measure.progress import Report, silent
+
 TAIL_BYTES = 16 * 1024
 READ_BYTES = 64 * 1024
 _PARTING = 10.0
@@ -136,8 +138,8 @@ class WorkerProcess:
             except BrokenPipeError:
                 raise EOFError from None
 
-    def receive(self) -> dict[str, Any] | None:
-        """The next reply, or None if the readable data does not complete one.
+    def receive(self, report: Report = silent) -> dict[str, Any] | None:
+        """The next reply, or None if the readable data does not complete one; ``report`` gets reports before it.
 
         Raises:
             EOFError: the worker closed its stdout, so it has ended or is about to.
@@ -149,7 +151,10 @@ class WorkerProcess:
         while b"\n" in self._buffer:
             line, _, self._buffer = self._buffer.partition(b"\n")
             if line.startswith(b"{"):  # skips what a remote shell prints when it starts
-                return json.loads(line)
+                data = json.loads(line)
+                if "progress" not in data:
+                    return data
+                report(*data["progress"])
         return None
 
     def dump_stacks(self) -> None:

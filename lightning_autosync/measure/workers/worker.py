@@ -7,7 +7,9 @@ its stderr:
 - ``{"action": "join", "port": p, "group": g, "device": d}``: join the process group number ``g`` of workers that train
   on ``cpu`` or ``cuda``, leaving any earlier one.
 - ``{"action": "announce", "port": p}``: let ``env://`` lead to that store; whoever is called makes the group itself.
-- ``{"action": "call", "function": "package.module:name", "arguments": {...}}``: answers what it returns.
+- ``{"action": "call", "function": "package.module:name", "arguments": {...}, "reports": false}``: answers what it
+  returns. If it ``reports``, it gets an argument ``report``, and rank 0 writes ``{"progress": [done, total, text]}``
+  whenever the function calls it.
 
 An answer is ``{"result": ...}`` or ``{"error": ...}``, as :mod:`~lightning_autosync.measure.workers.calls` has it.
 """
@@ -27,6 +29,7 @@ from datetime import timedelta
 from typing import IO, Any, NoReturn
 
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
+from lightning_autosync.measure.progress import silent
 from lightning_autosync.measure.workers.calls import describe, find_function
 from lightning_autosync.measure.workers.devices import BACKENDS, Device, use_device
 
@@ -74,11 +77,12 @@ def follow_orders(stream: IO[bytes], orders: queue.SimpleQueue[dict[str, Any]]) 
 class Member:
     """This process as a rank: its rendezvous store, its process group, and a method for each order."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, replies: int) -> None:
         import torch.distributed as dist
 
         self._dist = dist
         self._timeout = timedelta(seconds=timeout)
+        self._replies = replies
         self._rank = int(os.environ["RANK"])
         self._world_size = int(os.environ["WORLD_SIZE"])
         self._store: dist.TCPStore | None = None
@@ -107,8 +111,13 @@ class Member:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 must not open a store, since it is open already
         }
 
-    def call(self, function: str, arguments: dict[str, Any]) -> Any:
+    def call(self, function: str, arguments: dict[str, Any], reports: bool) -> Any:
+        if reports:
+            arguments["report"] = self._report if self._rank == 0 else silent
         return find_function(function)(**arguments)
+
+    def _report(self, done: int, total: int, text: str) -> None:
+        write_all(self._replies, json.dumps({"progress": [done, total, text]}).encode() + b"\n")
 
     def _connect(self, port: int) -> Any:
         from lightning_autosync.engine.rendezvous import find_store, open_store
@@ -145,7 +154,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(arguments.threads)
-    member = Member(arguments.timeout)
+    member = Member(arguments.timeout, replies_to)
     while True:
         write_all(replies_to, answer(member, orders.get()))
 
