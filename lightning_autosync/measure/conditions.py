@@ -27,6 +27,19 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def windows_restart() -> bool:
+    """Whether the kernel makes the congestion window of a connection smaller while it is idle; False if it is unknown.
+
+    BBR does not. In a network namespace, such as a container, the namespace's setting counts.
+    """
+    settings = Path("/proc/sys/net/ipv4")
+    try:
+        restarts = (settings / "tcp_slow_start_after_idle").read_text().strip() != "0"
+        return restarts and (settings / "tcp_congestion_control").read_text().strip() != "bbr"
+    except OSError:
+        return False
+
+
 def boot_id() -> str | None:
     """An id of this machine, which all its containers share until it reboots; None if it cannot be read."""
     try:

@@ -80,7 +80,7 @@ def measured_hosts(workers: MeasurementSession | Pool, launch: str, paced: bool)
     """
     usual = job_hosts(launch, paced)
     found = Constants.from_dict(workers.run(host_costs)[0], source="costs of the hosts")
-    if found == Constants(cores=found.cores):
+    if found == Constants(cores=found.cores, restarts=found.restarts):
         return usual, "predictions take default costs of hosts, because a worker could not measure its own"
     known = found.model_copy(update={"burst": usual.burst, "accelerated": paced})
     cost, default = (f"{1e6 * each.gradient_cost:.0f} us" for each in (known, usual))

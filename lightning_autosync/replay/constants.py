@@ -104,6 +104,8 @@ class Constants(Document):
             core [asked of the system]. Costs in core-seconds hold while all cores are busy.
         collectives: number of collectives that the backend runs at once; gloo has two threads for them [asked of the
             backend].
+        restarts: whether hosts make the congestion window of a connection smaller while it is idle. Linux does, unless
+            ``net.ipv4.tcp_slow_start_after_idle`` is 0 or its congestion control is BBR [asked of the system].
         accelerated: whether gradients are computed on an accelerator, so that the core packs one gradient while the
             next ones are computed [stated by the job].
         computing: cores that a rank's computation occupies while it lasts, where ranks share cores; None is one core,
@@ -138,6 +140,7 @@ class Constants(Document):
     decode: DecodeRates = DecodeRates()
     cores: Cores | None = None
     collectives: Annotated[Integer, Field(ge=1, le=1024)] = 2
+    restarts: bool = True
     accelerated: bool = False
     computing: Annotated[float, Field(ge=0, le=1)] | None = None
 
@@ -145,7 +148,7 @@ class Constants(Document):
     def ideal(cls) -> Constants:
         """Constants of ideal hosts without any cost: only links and their latencies remain."""
         free = dict.fromkeys(CodecRates.model_fields, FASTEST)
-        made: dict[str, Any] = {"framing": 1, "encode": free, "decode": free}
+        made: dict[str, Any] = {"framing": 1, "encode": free, "decode": free, "restarts": False}
         for name in cls.model_fields:
             if name.endswith("_rate"):
                 made[name] = FASTEST

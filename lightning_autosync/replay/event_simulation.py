@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.network import Floats, Indices, Routes
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
+from lightning_autosync.replay.windows import Windows, window_room
 
 _ROUNDING = 1e-12
 """Share of a quantity that rounding may add or take away. So much of a channel always counts as free."""
@@ -74,6 +75,7 @@ class FrameConnections(NamedTuple):
         pace: [connections] most bytes/s that the sender gives the connection; infinite without a limit.
         burst: [connections] bytes that a connection with a pace sends at once; infinite without a pace.
         unsent: [connections] bytes that the kernel takes over ahead.
+        round_trip: [connections] seconds; 0 for connections whose congestion windows never limit them.
         hosts: channel index of the first host.
         shared: channel index of the shared cores; -1 for none.
     """
@@ -85,6 +87,7 @@ class FrameConnections(NamedTuple):
     burst: Floats
     routes: Routes
     unsent: Floats
+    round_trip: Floats
     hosts: int
     shared: int
 
@@ -157,9 +160,17 @@ _OPENED = 2
 
 @compiled
 def simulate(
-    nodes: Nodes, graph: Dependencies, connections: FrameConnections, capacities: Floats, tokens: Floats, burst: Floats
+    nodes: Nodes,
+    graph: Dependencies,
+    connections: FrameConnections,
+    windows: Windows,
+    capacities: Floats,
+    tokens: Floats,
+    burst: Floats,
 ) -> tuple[Floats, Floats, Floats]:
     """Run a graph of frames and points in time; ``tokens`` and ``burst`` are those of `fluid.drain`.
+
+    ``windows`` are updated in place.
 
     Returns:
         Three arrays [nodes] in seconds: when each node was first served, when its last byte left (both infinite for
@@ -181,7 +192,7 @@ def simulate(
     now = 0.0
     while True:
         _finish_due(nodes, graph, state, events, done, now)
-        changed = _start_bursts(nodes, connections, demands, state, begun, now)
+        changed = _start_bursts(nodes, connections, demands, windows, state, begun, now)
         if shaped:
             current = open_capacities(capacities, tokens)
             changed = changed or not numpy.array_equal(current, effective)
@@ -208,6 +219,7 @@ def simulate(
             if state.left[number] <= state.rate[number] * _EPSILON:
                 node = state.current[number]
                 state.current[number] = -1
+                windows.sent[number] = now
                 if state.rest[number] > 0:
                     continue
                 sent[node] = now
@@ -294,7 +306,13 @@ def _finish_due(
 
 @compiled
 def _start_bursts(
-    nodes: Nodes, connections: FrameConnections, demands: _Demands, state: _State, begun: Floats, now: float
+    nodes: Nodes,
+    connections: FrameConnections,
+    demands: _Demands,
+    windows: Windows,
+    state: _State,
+    begun: Floats,
+    now: float,
 ) -> bool:
     """Let idle connections send their next bursts; returns whether the demands on channels have changed."""
     changed = False
@@ -309,6 +327,8 @@ def _start_bursts(
             if begun[node] == numpy.inf:
                 state.rest[number], begun[node] = nodes.size[node], now
             burst = max(connections.burst[number], nodes.size[node] / _MOST_BURSTS)
+            if connections.round_trip[number] > 0:
+                burst = min(burst, window_room(windows, number, connections.round_trip[number], now))
             # Rounding must not leave a rest that would wait for the pace.
             whole = state.rest[number] <= burst * (1 + _ROUNDING)
             state.current[number], state.left[number] = node, state.rest[number] if whole else burst
@@ -318,6 +338,11 @@ def _start_bursts(
             gap = state.left[number] / connections.pace[number]
             # A connection that could have sent before makes up for that time, up to half of the gap.
             state.free[number] = now + max(gap / 2, gap - (now - state.free[number]))
+            if connections.round_trip[number] > 0:
+                windows.used[number] += state.left[number]
+                if windows.used[number] >= windows.size[number]:
+                    acknowledged = windows.begun[number] + connections.round_trip[number]
+                    state.free[number] = max(state.free[number], acknowledged)
             per_byte = nodes.cost[node] / nodes.size[node] if nodes.size[node] > 0 else 0.0
             # A frame like the one before it keeps the connection's rate. This saves most computations of rates.
             if state.per_byte[number] != per_byte:

@@ -18,11 +18,21 @@ from lightning_autosync.replay.notices import NoticeQueue, notice_queues
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.paces import Paces, bursts_of
 from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
+from lightning_autosync.replay.windows import Windows, limited_round_trips
 
 _NOTICE = 128.0
 """Bytes of a notice on the wire: 24 bytes of gloo and the headers."""
 _WORKED = 1e9
 """Bytes that stand for a core-second of a main thread. It shares cores fairly with connections of as many bytes/s."""
+
+
+Run = Callable[[Floats, float], tuple[StageTimes, float]]
+"""Simulates a step from ``tokens`` as in `fluid.drain`, which it updates in place.
+
+Its second argument is the seconds from the start of the step that it simulated before to that of this one. It returns
+the times of the stages, and the time in seconds when the main threads have done their synchronization work (0 without
+such work).
+"""
 
 
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
@@ -44,7 +54,7 @@ def prepare_frames(
     network: NetworkArrays,
     forest: Forest,
     constants: Constants,
-) -> Callable[[Floats], tuple[StageTimes, float]]:
+) -> Run:
     """Prepare the simulation of all frames of a step.
 
     Args:
@@ -55,9 +65,7 @@ def prepare_frames(
         network, forest, constants: those of the replay.
 
     Returns:
-        A function that simulates a step from ``tokens`` as in `fluid.drain`, which it updates in place. It returns the
-        times of the stages, and the time in seconds when the main threads have done their synchronization work (0
-        without ``host_work``).
+        A function that simulates a step; see `Run`. Each step finds the congestion windows that the one before left.
     """
     graph = _FrameGraph(network, forest, constants)
     if host_work is not None:
@@ -319,7 +327,7 @@ class _FrameGraph:
             self._edges += [(received, behind), (behind, last)]
         return last
 
-    def prepare(self, order: StartOrder, paces: Paces, bound: Indices) -> Callable[[Floats], tuple[StageTimes, float]]:
+    def prepare(self, order: StartOrder, paces: Paces, bound: Indices) -> Run:
         """Prepare the simulation of the graph; returns what `prepare_frames` does."""
         network = self._network
         columns = zip(*self._nodes, strict=True)
@@ -328,9 +336,13 @@ class _FrameGraph:
         connection = numpy.where(pairs < 0, -1, numpy.searchsorted(used, pairs))
         nodes = Nodes(connection, *(numpy.array(column) for column in columns))
         dependencies, connections = self._dependencies(order), self._connections(used, paces)
+        windows = Windows.new(len(used))
 
-        def run(tokens: Floats) -> tuple[StageTimes, float]:
-            begun, sent, done = simulate(nodes, dependencies, connections, network.capacities, tokens, network.burst)
+        def run(tokens: Floats, passed: float) -> tuple[StageTimes, float]:
+            windows.pass_by(passed)
+            begun, sent, done = simulate(
+                nodes, dependencies, connections, windows, network.capacities, tokens, network.burst
+            )
             moved, drained = self._moving(begun, sent, done)
             packed = float(done[self._host_work[-1]].max()) if self._host_work else 0.0
             return StageTimes(done[self._gates], moved, drained, done[self._ends], bound), packed
@@ -366,16 +378,17 @@ class _FrameGraph:
         # Notices and the backend's data have connections of their own, of which the transport's limits say nothing.
         used = numpy.searchsorted(pairs, paces.used)
         unsent[used] = paces.held
+        latencies = numpy.append(known.latencies, 0.0)
+        restarts = self._constants.restarts
         return FrameConnections(
             ways // network.ranks % network.ranks,
             ways % network.ranks,
             routes,
             limits,
             bursts,
-            known._replace(
-                starts=numpy.append(known.starts, known.starts[-1]), latencies=numpy.append(known.latencies, 0.0)
-            ),
+            known._replace(starts=numpy.append(known.starts, known.starts[-1]), latencies=latencies),
             unsent,
+            limited_round_trips(latencies[routes]) if restarts else numpy.zeros(len(routes)),
             network.links,
             network.shared_core,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args
@@ -17,12 +16,13 @@ from lightning_autosync.replay.compute import Compute, ComputeClock, HostWork
 from lightning_autosync.replay.conditions import SpeedClass, classify, stage_conditions
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.fluid import drain
-from lightning_autosync.replay.frames import count_frames, prepare_frames
+from lightning_autosync.replay.frames import Run, count_frames, prepare_frames
 from lightning_autosync.replay.loads import LoadModel, Loads
 from lightning_autosync.replay.network import Floats, Forest, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder, critical_path
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 from lightning_autosync.replay.stages import Stage, StageMaker
+from lightning_autosync.replay.windows import limited_round_trips
 from lightning_autosync.workload import Variable, Workload
 
 Detail = Literal["auto", "frames", "fluid"]
@@ -30,9 +30,11 @@ Detail = Literal["auto", "frames", "fluid"]
 FRAMES_LIMIT = 40_000
 """Largest number of frames in a step for which ``auto`` simulates frames: a step of so many takes 0.2 to 0.6 s."""
 _STEPS = 5
-"""Largest number of repeated steps until the links' token buckets are in a steady state."""
+"""Largest number of repeated steps until the links' token buckets and the congestion windows are in a steady state."""
 _STEADY = 0.01
 """Share of all tokens that may change in a steady step."""
+_EQUAL = 0.003
+"""Relative difference up to which the times of two steps count as equal."""
 
 
 @dataclass(frozen=True)
@@ -99,20 +101,23 @@ class Replay:
         in_frames = detail == "frames" or (detail == "auto" and frames <= FRAMES_LIMIT)
         run = self._prepare_frames(step) if in_frames else self._prepare_fluid(step)
         tokens = self._network.burst.copy()
-        # A step starts with the tokens that the step before left. Repeat it until the tokens are in a steady state.
+        limits = limited_round_trips(self._network.routes.latencies).any() and self._constants.restarts and in_frames
+        step_time = 0.0
+        # A step starts with the tokens and windows that the step before left. Repeat it until these are steady.
         for _ in range(_STEPS):
-            before = tokens.copy()
-            times, packed = run(tokens)
+            before, passed = tokens.copy(), step_time
+            times, packed = run(tokens, passed)
             spans, synchronized = _message_spans(step, times, packed)
             synchronized += self._pass
             step_time = synchronized + self._workload.optimizer_time / min(self._speeds)
             # Buckets continue to fill between the end of the last stage and the end of the step.
             idle = max(0.0, step_time - float(times.end.max(initial=0.0)))
             tokens = numpy.minimum(tokens + idle * self._network.capacities, self._network.burst)
-            if abs(tokens - before).sum() <= _STEADY * self._network.burst.sum():
+            steady = abs(tokens - before).sum() <= _STEADY * self._network.burst.sum()
+            if steady and (not limits or abs(step_time - passed) <= _EQUAL * step_time):
                 break
-        passed = step.loads.work.sum(axis=0) - (before - tokens)
-        return self._prediction(step, times, spans, synchronized, step_time, passed, frames)
+        carried = step.loads.work.sum(axis=0) - (before - tokens)
+        return self._prediction(step, times, spans, synchronized, step_time, carried, frames)
 
     def _prepare(self, schedule: Schedule) -> _Step:
         if self._network.ranks == 1:
@@ -147,7 +152,7 @@ class Replay:
                     f"'{self._workload.name}' have {numel}"
                 )
 
-    def _prepare_frames(self, step: _Step) -> Callable[[Floats], tuple[StageTimes, float]]:
+    def _prepare_frames(self, step: _Step) -> Run:
         return prepare_frames(
             step.stages,
             step.order,
@@ -159,8 +164,8 @@ class Replay:
             self._constants,
         )
 
-    def _prepare_fluid(self, step: _Step) -> Callable[[Floats], tuple[StageTimes, float]]:
-        """Prepare a step with each stage as one flow; otherwise like `prepare_frames`."""
+    def _prepare_fluid(self, step: _Step) -> Run:
+        """Prepare a step with each stage as one flow, which no window limits; otherwise like `prepare_frames`."""
         network, count, classes = self._network, len(step.stages), self._speed_classes(step)
         conditions, paces = stage_conditions(
             step.stages, step.loads, step.order, classes, self._loads, network, self._forest.trees
@@ -171,7 +176,7 @@ class Replay:
         # The slowest class comes first; its last part of host work ends last.
         last = count + len(step.host_work[0].core) - 1 if step.host_work else -1
 
-        def run(tokens: Floats) -> tuple[StageTimes, float]:
+        def run(tokens: Floats, _: float) -> tuple[StageTimes, float]:
             padded = numpy.concatenate([tokens, no_tokens])
             times = drain(conditions, capacities, self._constants.collectives, padded, burst)
             tokens[:] = padded[:channels]
@@ -213,13 +218,13 @@ class Replay:
         spans: list[MessageSpan],
         synchronized: float,
         step_time: float,
-        passed: Floats,
+        carried: Floats,
         frames: int,
     ) -> Prediction:
-        """The prediction of a step; ``passed`` [channels] is each channel's load without the tokens it used up."""
+        """The prediction of a step; ``carried`` [channels] is each channel's load without the tokens it used up."""
         network = self._network
         links, ranks = network.links, network.ranks
-        busy = passed / network.capacities / step_time if step_time else numpy.zeros_like(passed)
+        busy = carried / network.capacities / step_time if step_time else numpy.zeros_like(carried)
         demand = numpy.zeros((len(spans), len(busy)))
         numpy.add.at(demand, [stage.message for stage in step.stages], step.loads.work / network.capacities)
         cores = None

@@ -42,7 +42,7 @@ def fit_constants(
 
 
 def _of_cores(costs: Mapping[str, Any], shared: bool) -> dict[str, Any]:
-    """Constants of a core's local work.
+    """Constants of a core's local work, and of the system.
 
     - ``copy_rate``, ``scan_rate``, ``reduce_rate``, ``encode``, ``decode``: bytes/s over buffers of some MiB, measured
       on all ranks at once; those of rows with empty caches.
@@ -50,6 +50,7 @@ def _of_cores(costs: Mapping[str, Any], shared: bool) -> dict[str, Any]:
       a few in a row.
     - ``cores``: number of cores that a rank may use; None unless all ranks share one machine.
     - ``collectives``: number of threads of the backend.
+    - ``restarts``: whether the kernel of any rank makes windows of idle connections smaller.
     """
     return {
         "copy_rate": costs["copy_rate"],
@@ -60,6 +61,7 @@ def _of_cores(costs: Mapping[str, Any], shared: bool) -> dict[str, Any]:
         "merge_cost": costs["merge_core"],
         "cores": costs["cores"] if shared else None,
         "collectives": costs["collectives"],
+        "restarts": costs["restarts"],
     }
 
 

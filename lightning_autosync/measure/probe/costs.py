@@ -22,7 +22,7 @@ from lightning_autosync.engine.exchanges.trees import TreeExchange
 from lightning_autosync.engine.row_gradients import touched_rows
 from lightning_autosync.engine.transport import UP, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.measure.conditions import usable_cores
+from lightning_autosync.measure.conditions import usable_cores, windows_restart
 from lightning_autosync.measure.models.paced import PacedModule
 from lightning_autosync.measure.probe.hosts import core_seconds
 from lightning_autosync.plan import Group, SyncPlan, compile_plan
@@ -97,7 +97,8 @@ def measure_costs(leaders: Sequence[int]) -> dict[str, Any]:
     if dist.get_world_size() > 1:
         costs |= _frames(one, other, costs["reduce_rate"])
         costs |= measure_engine()
-    return {**costs, "collectives": _backend_threads(), "cores": usable_cores()}
+    restarts = any(gather_json(windows_restart()))
+    return {**costs, "collectives": _backend_threads(), "cores": usable_cores(), "restarts": restarts}
 
 
 def _backend_threads() -> int:

@@ -7,7 +7,7 @@ import socket
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.cpu_scheduling import one_thread
-from lightning_autosync.measure.conditions import machine, usable_cores
+from lightning_autosync.measure.conditions import machine, usable_cores, windows_restart
 from lightning_autosync.replay.constants import CodecRates, Constants, DecodeRates
 
 REFERENCE = 290e-6
@@ -62,16 +62,19 @@ def host_constants() -> Constants:
     Ranks share cores only if all are on one machine. Otherwise each is taken to have its own.
     """
     dist.barrier()
-    found = gather_json([machine()[0], _cores(), _measured()])
-    cores = _shared([(place, cores) for place, cores, _ in found])
-    if not all(measured is not None and min(measured) > 0 for _, _, measured in found):
-        return Constants(cores=cores)
+    found = gather_json([machine()[0], _cores(), _measured(), windows_restart()])
+    system = {
+        "cores": _shared([(place, cores) for place, cores, _, _ in found]),
+        "restarts": any(each[3] for each in found),
+    }
+    if not all(measured is not None and min(measured) > 0 for _, _, measured, _ in found):
+        return Constants(**system)
     by_machine = defaultdict[str, list[Sequence[float]]](list)
-    for place, _, measured in found:
+    for place, _, measured, _ in found:
         by_machine[place].append(measured)
     means = [[statistics.mean(values) for values in zip(*ranks, strict=True)] for ranks in by_machine.values()]
     work, copy, add = zip(*means, strict=True)
-    return _scaled(max(work) / REFERENCE, min(copy), min(add), cores)
+    return _scaled(max(work) / REFERENCE, min(copy), min(add), system)
 
 
 def shared_cores() -> int | None:
@@ -87,7 +90,7 @@ def host_costs() -> dict[str, Any]:
     return host_constants().to_dict()
 
 
-def _scaled(factor: float, copy: float, add: float, cores: float | None) -> Constants:
+def _scaled(factor: float, copy: float, add: float, system: Mapping[str, Any]) -> Constants:
     """Constants of a host that takes ``factor`` times as long for small work as the known server."""
     usual = Constants()
     rate = _CODING / factor
@@ -102,7 +105,7 @@ def _scaled(factor: float, copy: float, add: float, cores: float | None) -> Cons
         scan_rate=usual.scan_rate / factor,
         copy_rate=copy,
         reduce_rate=add,
-        cores=cores,
+        **system,
     )
 
 

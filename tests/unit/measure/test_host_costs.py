@@ -18,10 +18,17 @@ Rank = tuple[str, list[int], list[float] | None]
 USUAL = hosts.REFERENCE
 
 
-def constants(*ranks: Rank) -> Constants:
-    """The constants if ranks measure this."""
-    with mock.patch.object(hosts, "gather_json", return_value=ranks), mock.patch.object(hosts.dist, "barrier"):
+def constants(*ranks: Rank, restarts: Sequence[bool] = ()) -> Constants:
+    """The constants if ranks measure this, and their kernels' windows restart."""
+    found = [(*rank, restart) for rank, restart in zip(ranks, restarts or [True] * len(ranks), strict=True)]
+    with mock.patch.object(hosts, "gather_json", return_value=found), mock.patch.object(hosts.dist, "barrier"):
         return hosts.host_constants()
+
+
+@pytest.mark.parametrize("work", [[USUAL, 1e9, 1e9], None])
+@pytest.mark.parametrize("restarts", [(False, False), (False, True)])
+def test_windows_restart_if_those_of_one_rank_do(restarts: tuple[bool, bool], work: list[float] | None) -> None:
+    assert constants(("a", [0], work), ("b", [0], work), restarts=restarts).restarts is any(restarts)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])

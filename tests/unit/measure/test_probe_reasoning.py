@@ -225,6 +225,7 @@ PROBE = {
         "decode": {"fp16": 4e9},
         "cores": 2.0,
         "collectives": 2,
+        "restarts": False,
         "gradient_core": 12e-6,
         "launch_core": 30e-6,
         "pass_core": 0.5e-3,
@@ -261,6 +262,7 @@ def test_constants_follow_from_their_measurements(tmp_path):
     assert (constants.step_cost, constants.due_cost) == (80e-6, 9e-6)
     assert constants.sharing_loss == pytest.approx(1 / 0.96 - 1)
     assert (constants.cores, constants.frame_cost, constants.host_cost) == (2.0, 15e-6, 4e-10)
+    assert not constants.restarts
     assert constants.exchange_cost == 70e-6
     assert (constants.scan_rate, constants.merge_cost) == (3e9, 70e-6)
     assert (constants.burst, constants.encode.fp16, constants.decode.fp16) == (131072.0, 3e9, 4e9)

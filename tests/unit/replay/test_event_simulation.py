@@ -7,6 +7,7 @@ import pytest
 
 from lightning_autosync.replay.event_simulation import Dependencies, FrameConnections, Nodes, simulate
 from lightning_autosync.replay.network import Routes
+from lightning_autosync.replay.windows import Windows
 
 RATE = 10e6
 """Bytes/s of the only link."""
@@ -19,6 +20,8 @@ def sent(
     pace: float = numpy.inf,
     burst: float = numpy.inf,
     unsent: float = 65536.0,
+    round_trip: float = 0.0,
+    windows: Windows | None = None,
 ) -> list[float]:
     """Seconds at which the last byte of each frame leaves the connection from rank 0 to rank 1."""
     count = len(sizes)
@@ -44,10 +47,11 @@ def sent(
         numpy.zeros(1),
     )
     one = numpy.zeros(1, dtype=numpy.int64)
-    pace_, burst_, unsent_ = (numpy.array([value]) for value in (pace, burst, unsent))
-    connections = FrameConnections(one, one + 1, one, pace_, burst_, routes, unsent_, 1, -1)
+    pace_, burst_, unsent_, round_trip_ = (numpy.array([value]) for value in (pace, burst, unsent, round_trip))
+    connections = FrameConnections(one, one + 1, one, pace_, burst_, routes, unsent_, round_trip_, 1, -1)
     capacities = numpy.array([RATE, 1.0, 1.0])
-    _, left, _ = simulate(nodes, graph, connections, capacities, numpy.zeros(3), numpy.zeros(3))
+    windows = Windows.new(1) if windows is None else windows
+    _, left, _ = simulate(nodes, graph, connections, windows, capacities, numpy.zeros(3), numpy.zeros(3))
     return list(left[count:])
 
 
