@@ -85,4 +85,4 @@ for plan in ("all_reduce", "partial_reduce"):
 
 # %% [markdown]
 # `autosync converge experiment=stragglers` compares ten methods on the time to an accuracy, over several seeds, with
-# a learning rate chosen for each ([results](../docs/measured.md#relaxed-synchronization-time-to-a-metric)).
+# a learning rate chosen for each ([results](../docs/measured-relaxed.md#relaxed-synchronization-time-to-a-metric)).
