@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -75,7 +75,8 @@ def raise_again() -> None:
 def temporary_folder() -> Iterator[Path]:
     """A new folder for the block, which is removed also if a Ctrl-C, SIGTERM or SIGHUP ends this process at once.
 
-    Signals that are ignored or have another handler are left alone.
+    Signals that are ignored or have another handler are left alone. While the folder exists, SIGTERM and SIGHUP are
+    handled between two steps of the interpreter, so later if C code runs.
     """
     folder = Path(tempfile.gettempdir(), f"autosync-{os.getpid()}-{secrets.token_hex(8)}")
     ours = []
@@ -89,9 +90,19 @@ def temporary_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+        _restore(ours)
         _folders.remove(folder)
+
+
+def _restore(numbers: Iterable[int]) -> None:
+    """Give signals their default again, unless something else handles them by now."""
+    for number in numbers:
+        if signal.getsignal(number) is _remove_and_end:
+            signal.signal(number, signal.SIG_DFL)
+
+
+# A fork has no folder to remove. So a signal ends it at once, also while it waits in C code.
+os.register_at_fork(after_in_child=lambda: _restore(_ENDINGS))
 
 
 def _remove_folders() -> None:

@@ -19,6 +19,8 @@ POLICIES = {
 BUSY_CORES = 0.1
 """Number of cores used by other processes above which a bench backs no claim."""
 
+_TCP = Path("/proc/sys/net/ipv4")
+
 
 def usable_cores() -> int:
     """Cores on which this process and its children may run: in a container or a job, perhaps not all of the machine."""
@@ -28,16 +30,15 @@ def usable_cores() -> int:
 
 
 def windows_restart() -> bool:
-    """Whether the kernel makes the congestion window of a connection smaller while it is idle; False if it is unknown.
+    """Whether the kernel makes the congestion window of a connection smaller while it is idle; True if it is unknown.
 
     BBR does not. In a network namespace, such as a container, the namespace's setting counts.
     """
-    settings = Path("/proc/sys/net/ipv4")
     try:
-        restarts = (settings / "tcp_slow_start_after_idle").read_text().strip() != "0"
-        return restarts and (settings / "tcp_congestion_control").read_text().strip() != "bbr"
+        restarts = (_TCP / "tcp_slow_start_after_idle").read_text().strip() != "0"
+        return restarts and not (_TCP / "tcp_congestion_control").read_text().startswith("bbr")
     except OSError:
-        return False
+        return True
 
 
 def boot_id() -> str | None:
@@ -72,7 +73,7 @@ def describe_worker() -> dict[str, str | int | None]:
     if torch.cuda.is_initialized():
         facts["gpu"] = torch.cuda.get_device_name()
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    algorithm = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    algorithm = _TCP / "tcp_congestion_control"
     if algorithm.exists():
         facts["tcp_congestion_control"] = algorithm.read_text().strip()
     if hasattr(os, "sched_getscheduler"):

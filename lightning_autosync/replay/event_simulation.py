@@ -185,6 +185,9 @@ def simulate(
     for node in range(count):
         if state.missing[node] == 0:
             _enqueue_ready(node, state)
+    for number in range(len(connections.route)):
+        if connections.round_trip[number] > 0:
+            _wait_for_window(connections, windows, state, number)
     while state.counts[_OPENED] < min(graph.places, len(graph.gates)):
         _open_gate(graph, state)
     effective, shaped = capacities, burst.max() > 0
@@ -340,9 +343,7 @@ def _start_bursts(
             state.free[number] = now + max(gap / 2, gap - (now - state.free[number]))
             if connections.round_trip[number] > 0:
                 windows.used[number] += state.left[number]
-                if windows.used[number] >= windows.size[number]:
-                    acknowledged = windows.begun[number] + connections.round_trip[number]
-                    state.free[number] = max(state.free[number], acknowledged)
+                _wait_for_window(connections, windows, state, number)
             per_byte = nodes.cost[node] / nodes.size[node] if nodes.size[node] > 0 else 0.0
             # A frame like the one before it keeps the connection's rate. This saves most computations of rates.
             if state.per_byte[number] != per_byte:
@@ -354,6 +355,14 @@ def _start_bursts(
             state.sending[number] = False
             changed = True
     return changed
+
+
+@compiled
+def _wait_for_window(connections: FrameConnections, windows: Windows, state: _State, number: int) -> None:
+    """Let a connection whose window is used up wait for the acknowledgement."""
+    if windows.used[number] >= windows.size[number]:
+        acknowledged = windows.begun[number] + connections.round_trip[number]
+        state.free[number] = max(state.free[number], acknowledged)
 
 
 @compiled

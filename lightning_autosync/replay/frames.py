@@ -29,7 +29,7 @@ _WORKED = 1e9
 Run = Callable[[Floats, float], tuple[StageTimes, float]]
 """Simulates a step from ``tokens`` as in `fluid.drain`, which it updates in place.
 
-Its second argument is the seconds from the start of the step that it simulated before to that of this one. It returns
+Its second argument are the seconds between the starts of the step before and of this one; 0 for the first. It returns
 the times of the stages, and the time in seconds when the main threads have done their synchronization work (0 without
 such work).
 """
@@ -54,7 +54,7 @@ def prepare_frames(
     network: NetworkArrays,
     forest: Forest,
     constants: Constants,
-) -> Run:
+) -> tuple[Run, bool]:
     """Prepare the simulation of all frames of a step.
 
     Args:
@@ -66,6 +66,7 @@ def prepare_frames(
 
     Returns:
         A function that simulates a step; see `Run`. Each step finds the congestion windows that the one before left.
+        And whether windows may limit any connection.
     """
     graph = _FrameGraph(network, forest, constants)
     if host_work is not None:
@@ -327,7 +328,7 @@ class _FrameGraph:
             self._edges += [(received, behind), (behind, last)]
         return last
 
-    def prepare(self, order: StartOrder, paces: Paces, bound: Indices) -> Run:
+    def prepare(self, order: StartOrder, paces: Paces, bound: Indices) -> tuple[Run, bool]:
         """Prepare the simulation of the graph; returns what `prepare_frames` does."""
         network = self._network
         columns = zip(*self._nodes, strict=True)
@@ -347,7 +348,7 @@ class _FrameGraph:
             packed = float(done[self._host_work[-1]].max()) if self._host_work else 0.0
             return StageTimes(done[self._gates], moved, drained, done[self._ends], bound), packed
 
-        return run
+        return run, bool(connections.round_trip.any())
 
     def _dependencies(self, order: StartOrder) -> Dependencies:
         """The dependencies of the nodes on each other and on places in the backend."""

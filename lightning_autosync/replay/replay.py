@@ -22,13 +22,13 @@ from lightning_autosync.replay.network import Floats, Forest, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder, critical_path
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 from lightning_autosync.replay.stages import Stage, StageMaker
-from lightning_autosync.replay.windows import limited_round_trips
 from lightning_autosync.workload import Variable, Workload
 
 Detail = Literal["auto", "frames", "fluid"]
 
 FRAMES_LIMIT = 40_000
-"""Largest number of frames in a step for which ``auto`` simulates frames: a step of so many takes 0.2 to 0.6 s."""
+"""Largest number of frames in a step for which ``auto`` simulates frames: a step of so many takes 0.2 to 0.6 s. It is
+simulated two to `_STEPS` times if TCP's windows may limit a connection."""
 _STEPS = 5
 """Largest number of repeated steps until the links' token buckets and the congestion windows are in a steady state."""
 _STEADY = 0.01
@@ -99,9 +99,8 @@ class Replay:
         step = self._prepare(schedule)
         frames = count_frames(step.stages, self._network.ranks)
         in_frames = detail == "frames" or (detail == "auto" and frames <= FRAMES_LIMIT)
-        run = self._prepare_frames(step) if in_frames else self._prepare_fluid(step)
+        run, windows = self._prepare_frames(step) if in_frames else (self._prepare_fluid(step), False)
         tokens = self._network.burst.copy()
-        limits = limited_round_trips(self._network.routes.latencies).any() and self._constants.restarts and in_frames
         step_time = 0.0
         # A step starts with the tokens and windows that the step before left. Repeat it until these are steady.
         for _ in range(_STEPS):
@@ -114,7 +113,7 @@ class Replay:
             idle = max(0.0, step_time - float(times.end.max(initial=0.0)))
             tokens = numpy.minimum(tokens + idle * self._network.capacities, self._network.burst)
             steady = abs(tokens - before).sum() <= _STEADY * self._network.burst.sum()
-            if steady and (not limits or abs(step_time - passed) <= _EQUAL * step_time):
+            if steady and (not windows or abs(step_time - passed) <= _EQUAL * step_time):
                 break
         carried = step.loads.work.sum(axis=0) - (before - tokens)
         return self._prediction(step, times, spans, synchronized, step_time, carried, frames)
@@ -152,7 +151,7 @@ class Replay:
                     f"'{self._workload.name}' have {numel}"
                 )
 
-    def _prepare_frames(self, step: _Step) -> Run:
+    def _prepare_frames(self, step: _Step) -> tuple[Run, bool]:
         return prepare_frames(
             step.stages,
             step.order,

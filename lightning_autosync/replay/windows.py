@@ -42,7 +42,7 @@ class Windows(NamedTuple):
         return cls(numpy.full(connections, _INITIAL), never, numpy.zeros(connections), never.copy())
 
     def pass_by(self, seconds: float) -> None:
-        """Let the next step begin so many seconds after the last one."""
+        """Let the next step begin so many seconds after the last one began."""
         for times in (self.begun, self.sent):
             times -= seconds
 
@@ -56,14 +56,14 @@ def limited_round_trips(latencies: Floats) -> Floats:
 
 @compiled
 def window_room(windows: Windows, number: int, round_trip: float, now: float) -> float:
-    """Bytes that the window of a connection allows at once; if a round trip has ended, another one begins.
+    """Bytes that the window of a connection allows now; if a round trip has ended, another one begins.
 
-    As in Linux, a window that was used up doubles with the acknowledgements (slow start). That of an idle connection
-    is halved for each retransmission timeout, down to that of a new connection (``tcp_slow_start_after_idle``).
+    As in Linux, a window grows with the acknowledgements up to twice what was under way (slow start). That of an idle
+    connection is halved for each retransmission timeout, down to that of a new connection
+    (``tcp_slow_start_after_idle``).
     """
     if now >= windows.begun[number] + round_trip - _EPSILON:
-        if windows.used[number] >= windows.size[number]:
-            windows.size[number] *= 2
+        windows.size[number] = max(windows.size[number], 2 * windows.used[number])
         windows.begun[number], windows.used[number] = now, 0.0
         timeout = round_trip + _LEAST_TIMEOUT
         idle = now - windows.sent[number] - timeout

@@ -75,7 +75,7 @@ class PredictedPlan:
         seconds: predicted seconds of a step; NaN if the rates of the links are unknown.
         origin: name of the plan's builder, or ``search``.
         balanced: the same with a computation that lasts as long as gradients need on the links, if the workload has
-            none; None if there was no time to predict it.
+            none; None if there was no time to predict it, or if it was not asked for.
     """
 
     plan: SyncPlan

@@ -13,6 +13,7 @@ from lightning_autosync.documents import is_path
 from lightning_autosync.errors import DocumentError, PlanError, UnwritableError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.preparation import make_cluster
+from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.launches.launch import is_slurm_task, refuse_within_torchrun, require_torchrun
 from lightning_autosync.measure.launches.settings import AnyLaunch, LaunchSettings, SlurmSettings
 from lightning_autosync.measure.launches.slurm import results, submit, tasks_of
@@ -47,7 +48,7 @@ def run_job(settings: TrainingSettings, directory: Path) -> TrainingResult | Non
         "settings": settings.model_dump(mode="json"),
         "directory": str(directory.absolute()),
         "cluster": None if cluster is None else cluster.to_dict(),
-        "plan": _plan_document(settings, ranks),
+        "plan": _plan_document(settings, ranks, shape is not None),
     }
     if isinstance(settings.launch, LaunchSettings):
         result = _train_by_workers(settings, settings.launch, cluster, ranks, request)
@@ -65,7 +66,8 @@ def _started_shape(launch: AnyLaunch) -> tuple[int, int] | None:
     """Numbers of nodes and of ranks per node of the job to which this process belongs; None before ranks start.
 
     Raises:
-        LaunchError: torchrun started this process for another launch, or did not for its own.
+        LaunchError: torchrun started this process for another launch, or did not for its own; or nodes have different
+            numbers of ranks.
     """
     if isinstance(launch, LaunchSettings):
         refuse_within_torchrun(launch.kind)
@@ -76,8 +78,10 @@ def _started_shape(launch: AnyLaunch) -> tuple[int, int] | None:
     return _torchrun_shape()
 
 
-def _plan_document(settings: TrainingSettings, ranks: int) -> dict[str, Any] | None:
+def _plan_document(settings: TrainingSettings, ranks: int, started: bool) -> dict[str, Any] | None:
     """The content of the plan file, which only this machine needs; None for a builder, whose name is checked.
+
+    ``started`` tells whether the ranks of the job run already.
 
     Raises:
         PlanError: the file cannot be used or is for another number of ranks, or there is no builder of this name.
@@ -93,10 +97,10 @@ def _plan_document(settings: TrainingSettings, ranks: int) -> dict[str, Any] | N
             )
         found = SyncPlan.load(plan)
         if (planned := found.world_size) != ranks:
-            other = f"ranks={planned}" if settings.cluster is None else f"a cluster of {planned} ranks"
+            other = f"give ranks={planned}" if settings.cluster is None else f"give a cluster of {planned} ranks"
             raise PlanError(
                 f"{plan}: world_size: the plan is for {planned} ranks, but the job has {ranks}; give a plan for "
-                f"{ranks} ranks, such as one of 'autosync tune', or give {other}"
+                f"{ranks} ranks, such as one of 'autosync tune', or {f'start {planned} ranks' if started else other}"
             )
         return found.to_dict()
     builders.find(plan)
@@ -159,9 +163,19 @@ def _train_by_slurm(
 
 def _torchrun_shape() -> tuple[int, int]:
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    _require_equal_nodes(world, world // local, local)
     return world // local, local
 
 
 def _slurm_shape() -> tuple[int, int]:
     nodes = int(os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
-    return nodes, int(os.environ["SLURM_NTASKS"]) // nodes
+    tasks = int(os.environ["SLURM_NTASKS"])
+    _require_equal_nodes(tasks, nodes, tasks // nodes)
+    return nodes, tasks // nodes
+
+
+def _require_equal_nodes(ranks: int, nodes: int, devices: int) -> None:
+    if nodes * devices != ranks:
+        raise LaunchError(
+            f"launch: the job has {ranks} ranks, but not as many on each node; start the same number of ranks on each"
+        )

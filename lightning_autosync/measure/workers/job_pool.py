@@ -115,7 +115,7 @@ class JobPool:
     def run(
         self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
     ) -> list[Any]:
-        """Like `WorkerPool.run`.
+        """Like `WorkerPool.run`, but without reports on the way.
 
         Raises:
             WorkerError: a rank raised or did not answer in time.

@@ -181,8 +181,16 @@ def search_plans(
     return _marked([Alternative(each.plan, each.origin, each.seconds, balanced=each.balanced) for each in ranked])
 
 
-def _search_options(tuning: TuningSettings, bucket_bytes: int | None, **options: bool) -> dict[str, Any]:
-    return {"seconds": tuning.search, "keep": 2 * tuning.plans + 1, "bucket_bytes": bucket_bytes, **options}
+def _search_options(
+    tuning: TuningSettings, bucket_bytes: int | None, overlaps: bool = False, balances: bool = True
+) -> dict[str, Any]:
+    return {
+        "seconds": tuning.search,
+        "keep": 2 * tuning.plans + 1,
+        "bucket_bytes": bucket_bytes,
+        "overlaps": overlaps,
+        "balances": balances,
+    }
 
 
 def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
@@ -192,8 +200,8 @@ def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tun
     """
     overlaps = settings.overlap is not None
 
-    def search(**options: bool) -> list[dict[str, Any]]:
-        options = _search_options(tuning, settings.bucket_bytes, **options)
+    def search(overlaps: bool = False, balances: bool = True) -> list[dict[str, Any]]:
+        options = _search_options(tuning, settings.bucket_bytes, overlaps, balances)
         return PREDICTOR.search(workload, links.cluster, links.constants, **options)
 
     try:

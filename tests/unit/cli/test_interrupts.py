@@ -119,3 +119,20 @@ with interrupts.temporary_folder() as folder:
 
 def test_a_handler_that_calls_the_one_before_it_ends_the_process_itself() -> None:
     assert forked.run([sys.executable, "-c", _UNDER_ANOTHER_HANDLER]).returncode == 0
+
+
+_REPLACED = """
+import signal
+from lightning_autosync import interrupts
+
+def own(*_):
+    pass
+
+with interrupts.temporary_folder():
+    signal.signal(signal.SIGTERM, own)
+assert signal.getsignal(signal.SIGTERM) is own
+"""
+
+
+def test_a_handler_that_code_within_the_block_installs_stays() -> None:
+    assert forked.run([sys.executable, "-c", _REPLACED]).returncode == 0

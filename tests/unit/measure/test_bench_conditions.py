@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_autosync.cli import main
+from lightning_autosync.measure import conditions
 from lightning_autosync.measure.conditions import LoadMeter, machine_ticks, process_ticks
 from lightning_autosync.measure.interleaving import alternating_rounds
 from lightning_autosync.measure.tcp_info import bytes_sent
@@ -83,3 +84,17 @@ def test_a_wrong_setting_ends_with_one_line(monkeypatch, tmp_path):
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == "autosync bench: rounds: Input should be greater than 0 (got 0)"
+
+
+@pytest.mark.parametrize(
+    ("restarts", "algorithm", "expected"),
+    [("1", "cubic", True), ("0", "cubic", False), ("1", "bbr", False), ("1", "bbr2", False), (None, None, True)],
+)
+def test_windows_restart_as_the_kernel_says(
+    restarts: str | None, algorithm: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conditions, "_TCP", tmp_path)
+    for name, value in (("tcp_slow_start_after_idle", restarts), ("tcp_congestion_control", algorithm)):
+        if value is not None:
+            (tmp_path / name).write_text(f"{value}\n")
+    assert conditions.windows_restart() is expected

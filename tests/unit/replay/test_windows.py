@@ -10,6 +10,7 @@ from test_event_simulation import RATE, sent
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.replay import Replay
+from lightning_autosync.replay.windows import Windows
 
 ROUND_TRIP = 0.04
 FIRST = 10 * 1514
@@ -22,16 +23,28 @@ def test_a_new_connection_sends_twice_as_much_in_each_round_trip() -> None:
     assert left == pytest.approx(3 * ROUND_TRIP + (200e3 - 7 * FIRST) / RATE)
 
 
+LAST = 200e3 - 7 * FIRST
+"""Bytes of 200 kB that a new connection sends after three round trips. Its window then grows to twice as much."""
+
+
 @pytest.mark.parametrize(
     ("pause", "round_trips", "before"),
-    [(0.2, 0, 0), (0.3, 1, 4), (0.5, 2, 2 + 4), (5.0, 2, 1 + 2)],
+    [(0.2, 0, 0), (0.3, 1, LAST), (0.5, 1, LAST / 2), (5.0, 2, 3 * FIRST)],
     ids=["shorter than a timeout", "longer than one", "longer than two", "many"],
 )
-def test_the_window_is_halved_for_each_timeout_of_a_pause(pause: float, round_trips: int, before: int) -> None:
-    """It has grown to eight times its first size. So many of those sizes leave ``before`` the last round trip."""
-    start = 3 * ROUND_TRIP + (200e3 - 7 * FIRST) / RATE + pause
+def test_the_window_is_halved_for_each_timeout_of_a_pause(pause: float, round_trips: int, before: float) -> None:
+    """``before`` is what leaves before the last of so many round trips."""
+    start = 3 * ROUND_TRIP + LAST / RATE + pause
     left = sent([200e3, 100e3], [0.0, start], [0.0, 0.0], round_trip=ROUND_TRIP)
-    assert left[1] == pytest.approx(start + round_trips * ROUND_TRIP + (100e3 - before * FIRST) / RATE)
+    assert left[1] == pytest.approx(start + round_trips * ROUND_TRIP + (100e3 - before) / RATE)
+
+
+def test_a_window_that_a_step_has_used_up_waits_for_acknowledgements_in_the_next_one() -> None:
+    windows = Windows.new(1)
+    sent([FIRST], [0.0], [0.0], round_trip=ROUND_TRIP, windows=windows)
+    windows.pass_by(0.01)
+    left = sent([FIRST], [0.0], [0.0], round_trip=ROUND_TRIP, windows=windows)
+    assert left == pytest.approx([0.03 + FIRST / RATE])
 
 
 def test_frames_share_the_window_of_their_connection() -> None:
