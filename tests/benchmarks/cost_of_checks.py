@@ -17,7 +17,7 @@ from lightning_autosync.engine.replicas import ParameterTracker, bit_sum
 from lightning_autosync.strategy.settings import CHECK_REPLICAS
 
 STEP = {60: 0.0365, 300: 0.0422}
-"""Seconds of a step of two ranks under the best-tuned DDP, by parameter tensors (docs/measured.md)."""
+"""Seconds of a step of two ranks under the best-tuned DDP, by parameter tensors (docs/measured-links.md)."""
 
 
 def layers(tensors: int) -> nn.Module:

@@ -19,13 +19,14 @@ LARGEST_RATIO = 1.1
 KIND_ERROR, KIND_SPREAD, OWN_SPREAD = 0.08, 0.1, 0.08
 """Of the logarithm of measured over predicted time, of other plans relative to native ones: mean and standard deviation
 of the part that all plans of a kind have in common, before any was measured, and standard deviation of each plan's own
-part. In six jobs of docs/measured.md that began with trees, the first part was 0.08 on average, from -0.08 to 0.18."""
+part. In six jobs of docs/measured-jobs.md that began with trees, the first part was 0.08 on average, from -0.08 to
+0.18."""
 MESSAGES_SPREAD = 0.05
 """Standard deviation of the part that grows with the logarithm (base 2) of the number of messages. Its mean is 0. Where
 computation keeps all cores busy, messages take longer than predicted: it was 0.15 among four ranks on two cores."""
 OVERLAP_ERROR, OVERLAP_SPREAD = 0.1, 0.08
 """Mean and standard deviation of the part that plans have in common whose steps overlap, relative to plans that wait.
-On six clusters of docs/measured.md it was 0.06 to 0.12."""
+On six clusters of docs/measured-jobs.md it was 0.06 to 0.12."""
 _Differences = tuple[float, float, float]
 """How a candidate differs from the present plan: 1 if it is no native plan and the present one is, -1 if it is the
 other way round, else 0; the same for plans that wait; and the logarithm (base 2) of the ratio of their messages."""
