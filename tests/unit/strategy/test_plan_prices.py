@@ -333,6 +333,16 @@ def test_a_job_that_overlaps_begins_with_a_builders_plan_that_is_about_as_fast(s
     assert proposals.order_plans(ranked, links).plans[0].name == SEARCHED
 
 
+@pytest.mark.parametrize(("seconds", "overlapping"), [(0.99, NATIVE), (0.97, "byteps"), (0.94, "byteps")])
+def test_with_overlap_a_smaller_gain_suffices_for_a_plan_on_trees(seconds: float, overlapping: str) -> None:
+    plan = builders.build(NATIVE, WORKLOAD, PAIR)
+    prices = {"byteps": seconds, NATIVE: 1.0}
+    ranked = proposals._marked([proposals.Alternative(plan, name, each) for name, each in prices.items()])
+    links = proposals.JobLinks(PAIR, Constants())
+    assert proposals.order_plans(ranked, links, overlaps=True).plans[0].name == overlapping
+    assert proposals.order_plans(ranked, links).plans[0].name == ("byteps" if seconds < 0.95 else NATIVE)
+
+
 def test_times_that_come_late_count_for_the_passes_that_made_them() -> None:
     tuner = Tuner([Candidate("present", 1.0)], warm_up=1, passes=8, late=1)
     tuner.following()
