@@ -45,8 +45,11 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
     In the forward pass, layers run in the reverse order of the backward pass, with times in the same proportions. A
     layer begins when the one before it has ended and the messages of its parameters have come. Messages end as long
     after the backward pass as in ``prediction``; those of one step do not delay those of the next, except that no link
-    and no host can be busy for longer than the step. Messages for which the engine waits at the end of the backward
-    pass do not overlap: those of PowerSGD, all-to-all exchanges, rows by the backend's collectives, and shared memory.
+    and no host can be busy for longer than the step. A message on trees that travels beside a collective of the backend
+    is taken to end no earlier than that: the backend queues much on the links, and connections of trees little, so
+    urgent messages come late there (measured: 100 ms in place of 10). Messages for which the engine waits at the end of
+    the backward pass do not overlap: those of PowerSGD, all-to-all exchanges, rows by the backend's collectives, and
+    shared memory.
 
     Args:
         schedule: the messages, with their priorities; see `first_parameters_first`.
@@ -54,7 +57,7 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
         prediction: the prediction of the schedule without overlap.
     """
     steps = [float(prediction.demand.sum(axis=0).max(initial=0.0))]
-    arrivals = [span.end for span in prediction.timeline.messages]
+    arrivals = _arrivals(schedule, prediction)
     waited = [message.index for message in schedule.messages if message.waits_in_backward]
     waits = max((arrivals[index] for index in waited), default=0.0)
     message_of = {name: message.index for message in schedule.messages for name in message.variables}
@@ -72,6 +75,19 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
             now += share * forward.seconds
         steps.append(now - backward.end + backward.seconds + sum(span.seconds for span in optimizer))
     return max(steps)
+
+
+def _arrivals(schedule: Schedule, prediction: Prediction) -> list[float]:
+    """Seconds at which the sums of messages come; see `overlapped_step`."""
+    spans = prediction.timeline.messages
+    collectives = [spans[message.index] for message in schedule.messages if message.collective]
+    arrivals = [span.end for span in spans]
+    for message in schedule.messages:
+        own = spans[message.index]
+        if not message.collective:
+            beside = (other.end for other in collectives if other.start < own.end and own.start < other.end)
+            arrivals[message.index] = max([own.end, *beside])
+    return arrivals
 
 
 def least_overlapped_step(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> float:

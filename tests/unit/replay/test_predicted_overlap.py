@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan import Group, SyncPlan, builders, compile_plan
 from lightning_autosync.replay import (
     Constants,
     MessageSpan,
@@ -55,6 +55,26 @@ def predicted(first: float, last: float, busy: float = 0.0) -> Prediction:
 )
 def test_layers_wait_for_their_own_messages(prediction: Prediction, seconds: float) -> None:
     assert overlapped_step(SCHEDULE, WORKLOAD, prediction) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("start", "wait"), [(1.5, 0.4), (3.05, 0.4), (3.1, 0.1)])
+def test_a_message_on_trees_comes_no_earlier_than_a_collective_beside_it(start: float, wait: float) -> None:
+    """The sum of the first layer travels on a star until 3.1 s, that of the last layer by a collective until 3.4 s."""
+    served, summed = (
+        builders.build(name, WORKLOAD, CLUSTER, **options)
+        for name, options in (("ps", {}), ("all_reduce", {"bucket_bytes": 1}))
+    )
+    plan = summed.model_copy(update={"groups": (*_groups_of("last", summed), *_groups_of("first", served))})
+    schedule = compile_plan(plan, WORKLOAD, CLUSTER)
+    assert [message.collective for message in schedule.messages] == [True, False]
+    spans = MessageSpan("last", start, 3.4, ready=start), MessageSpan("first", 1.5, 3.1, ready=1.5)
+    prediction = predicted(0.0, 0.0)
+    prediction = replace(prediction, timeline=replace(prediction.timeline, messages=spans))
+    assert overlapped_step(schedule, WORKLOAD, prediction) == pytest.approx(wait + 1.0 + 2.0 + 0.25)
+
+
+def _groups_of(variable: str, plan: SyncPlan) -> list[Group]:
+    return [group for group in plan.groups if group.variables == (variable,)]
 
 
 def test_a_main_thread_takes_sums_and_makes_steps_while_it_waits() -> None:
