@@ -1,7 +1,8 @@
 """``overlap="step"`` beside DDP and beside the engine without overlap, on emulated links; needs root.
 
     python -m tests.benchmarks.step_overlap
-        [rounds=4] [rate=1000] [clusters=four_equal] [ddp=true] [seconds=0.351] [clip=false] [trials=0] [MODEL ...]
+        [rounds=4] [rate=1000] [clusters=four_equal] [ddp=true] [seconds=0.351] [clip=false] [trials=0] [real=false]
+        [MODEL ...]
 
 ``clusters`` are shipped ones; their fastest link has ``rate`` Mbit/s. A model of the catalogue is scaled so that its
 gradients need so many ``seconds`` on the links, with dense gradients of embeddings. Its computation is paced layer by
@@ -13,6 +14,9 @@ with the costs of these hosts, which the workers measure.
 
 With ``clip=true``, all contenders clip gradients by their norm before each step: with overlap by the sums of the roots,
 otherwise by ``clip_grad_norm_``.
+
+With ``real=true``, layers do not sleep: they multiply matrices, as many as take their time on an idle core. There
+should be a core for each rank then.
 
 With ``trials=150``, the engine's contenders are whole jobs with `AutoSyncFabricStrategy` that tune themselves, with
 ``overlap="step"`` and without. They first make so many steps, which they do not share with others, and then say what
@@ -80,25 +84,35 @@ STEPS = 4
 
 
 class PacedLayer(nn.Module):
-    """The parameters of one layer; its passes sleep, and its gradients are copies of what is drawn once.
+    """The parameters of one layer; its passes sleep or compute, and its gradients are copies of what is drawn once.
 
     Args:
         variables: its parameters, whose names end in the last part of the variables' names.
         forward_time, backward_time: seconds of its passes, with the copies.
+        product: seconds of a product of matrices on an idle core, to compute for as long; None sleeps.
     """
 
-    def __init__(self, variables: Sequence[Variable], forward_time: float, backward_time: float) -> None:
+    def __init__(
+        self, variables: Sequence[Variable], forward_time: float, backward_time: float, product: float | None
+    ) -> None:
         super().__init__()
         for variable in variables:
             self.register_parameter(variable.name.rpartition(".")[2], nn.Parameter(torch.zeros(variable.shape)))
         self.gradients = [torch.rand_like(parameter) for parameter in self.parameters()]
-        self.times = forward_time, backward_time
+        self.times, self.product = (forward_time, backward_time), product
 
     def forward(self, value: Tensor) -> Tensor:
         started = time.perf_counter()
         value = _Layer.apply(value, self, *self.parameters())
-        _pace(started + self.times[0])
+        self.spend(started, self.times[0])
         return value
+
+    def spend(self, started: float, seconds: float) -> None:
+        """Sleep until so many seconds after ``started``, or compute for as long as an idle core would."""
+        if self.product is None:
+            _pace(started + seconds)
+        else:
+            _multiply(round(seconds / self.product))
 
 
 class _Layer(torch.autograd.Function):
@@ -113,7 +127,7 @@ class _Layer(torch.autograd.Function):
         started = time.perf_counter()
         # Autograd takes these tensors as they are. It would copy those of the layer, beside the paced time.
         gradients = [gradient.clone() for gradient in context.layer.gradients]
-        _pace(started + context.layer.times[1])
+        context.layer.spend(started, context.layer.times[1])
         return output, None, *gradients
 
 
@@ -132,10 +146,28 @@ def _pace(end: float) -> None:
     _late = time.perf_counter() - end
 
 
-class PacedLayers(nn.Module):
-    """A workload as a chain of layers, in the order of its variables."""
+_MATRIX = torch.rand(128, 128)
 
-    def __init__(self, workload: Workload) -> None:
+
+def _multiply(count: int) -> None:
+    for _ in range(count):
+        torch.mm(_MATRIX, _MATRIX)
+
+
+def time_product() -> float:
+    """Seconds of a product of matrices on this core: the least of five means."""
+    means = []
+    for _ in range(5):
+        started = time.perf_counter()
+        _multiply(200)
+        means.append((time.perf_counter() - started) / 200)
+    return min(means)
+
+
+class PacedLayers(nn.Module):
+    """A workload as a chain of layers, in the order of its variables; ``product`` as for `PacedLayer`."""
+
+    def __init__(self, workload: Workload, product: float | None = None) -> None:
         super().__init__()
         layers: dict[str, list[Variable]] = {}
         for variable in workload.variables:
@@ -146,7 +178,7 @@ class PacedLayers(nn.Module):
         ratio = workload.forward_time / workload.backward_time
         self.layers = nn.ModuleDict(
             {
-                name.replace(".", "/"): PacedLayer(members, span * stretch * ratio, span * stretch)
+                name.replace(".", "/"): PacedLayer(members, span * stretch * ratio, span * stretch, product)
                 for (name, members), span in zip(layers.items(), spans, strict=True)
             }
         )
@@ -169,11 +201,12 @@ def set_up(
     cap: float | None = None,
     plan: dict[str, Any] | None = None,
     overlap: bool = False,
+    product: float | None = None,
 ) -> None:
     """Make a contender: no synchronization, DDP with a bucket ``cap`` in MiB, the engine with a ``plan``, or a job."""
     described = Workload.from_dict(workload)
     torch.manual_seed(0)
-    module: nn.Module = PacedLayers(described)
+    module: nn.Module = PacedLayers(described, product)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     closing: list[Any] = []
     called = module
@@ -259,13 +292,16 @@ def compare(
     with_ddp: bool,
     clip: bool,
     trials: int,
+    real: bool,
 ) -> dict[str, list[float]]:
     """Seconds of a step in each round, by contender; the fastest DDP is called by its cap.
 
     Args:
         trials: steps of jobs that tune themselves before those that are timed; 0 for the engine with ``plan``.
+        real: whether layers compute.
     """
-    given = {"workload": workload.to_dict(), "cluster": cluster.to_dict()}
+    product = max(pool.run(time_product)) if real else None
+    given = {"workload": workload.to_dict(), "cluster": cluster.to_dict(), "product": product}
     names = ["alone", "waits", "overlaps"]
     if with_ddp:
         names.insert(0, fastest_ddp(pool, given, clip))
@@ -343,7 +379,9 @@ def speedup(others: Sequence[float], ours: Sequence[float]) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Measure, and print a table; a wrong name of a key, a model or a cluster is one message, before ranks start."""
     defaults = {"rounds": "4", "rate": "1000", "clusters": "four_equal", "ddp": "true", "seconds": "0.351"}
-    given, models = read_arguments("step_overlap", arguments, {**defaults, "clip": "false", "trials": "0"})
+    given, models = read_arguments(
+        "step_overlap", arguments, {**defaults, "clip": "false", "trials": "0", "real": "false"}
+    )
     try:
         workloads = {model: catalogue.build(model) for model in models or MODELS}
         clusters = {name: resolve_cluster(name).without_addresses() for name in given["clusters"].split(",")}
@@ -356,15 +394,17 @@ def main(arguments: Sequence[str]) -> None:
         with EmulatedLaunch(cluster) as launch, WorkerPool(cluster.world_size, launch, extra_paths=here) as pool:
             hosts, _ = measured_hosts(pool, "emulated", paced=False)
             known_by_job = hosts.model_copy(update={"burst": Constants().burst})
-            # A layer begins when the hooks of the one before it have ended. It sleeps, so it occupies no core.
-            hosts = hosts.model_copy(update={"computing": 0.0})
+            # A layer begins when the hooks of the one before it have ended. If it sleeps, it occupies no core.
+            if given["real"] != "true":
+                hosts = hosts.model_copy(update={"computing": 0.0})
             for model, whole in workloads.items():
                 workload = dense(whole, cluster, float(given["seconds"]))
                 plan, reason = choose_without_trials(workload, cluster, known_by_job, TuningSettings(), overlaps=True)
                 print(f"{name}, {model}: {reason}", flush=True)
                 rounds, trials = int(given["rounds"]), int(given["trials"])
                 with_ddp, clip = given["ddp"] == "true", given["clip"] == "true" and not trials
-                found = compare(pool, workload, cluster, plan, rounds, with_ddp, clip, trials)
+                real = given["real"] == "true"
+                found = compare(pool, workload, cluster, plan, rounds, with_ddp, clip, trials, real)
                 print(json.dumps(found), flush=True)
                 table.add_row(name, model, *row(workload, cluster, plan, hosts, found))
     Console(width=160).print(table)
