@@ -1,7 +1,7 @@
 """Jobs that tune themselves on emulated links, without a cluster file, beside well-tuned DDP; needs root.
 
     python -m tests.benchmarks.tuning_inside [seconds=150] [steps=300] [least=100] [out=FILE.jsonl] [plan=FILE.yaml] \
-        [PAIR ...]
+        [halve=0] [recover=0] [PAIR ...]
 
 PAIR is CLUSTER:MODEL[@RATE], and RATE is that of the cluster's fastest link. By default, a ring all-reduce takes `RING`
 seconds for up to four ranks, and longer in proportion for more, because all ranks share the cores of one machine. The
@@ -14,7 +14,13 @@ stands still between two steps. So changes of the machine's speed affect both al
 than ``least`` steps, if the pair would take more than ``seconds``. AutoSync has gradients as views of buffers, as most
 of DDP's settings have. With ``plan``, such as one that ``autosync tune`` has found, the other job is not DDP's but
 AutoSync's by this plan, without tuning; the columns of DDP are then those of this job. Each pair is a line of the file
-``out``; the same command goes on with it. The table has:
+``out``; the same command goes on with it.
+
+With ``halve=150 recover=250``, the links of the first node have half their rate from step 150 to step 250; give
+``least`` as many steps. For each ten steps, a line tells the median steps of both jobs, and the least that a step can
+take by the bound, with the computation of the model.
+
+The table has:
 
 - *DDP*: median of a step with DDP's fastest settings; *at the end*: that of AutoSync's steps with the plan that it has
   at the end; *speedup*: the median, over the slices with that plan, of DDP's median step divided by AutoSync's in the
@@ -41,7 +47,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +60,24 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import forked  # noqa: E402
 
-from lightning_autosync.cluster import ClusterSpec, ring_time  # noqa: E402
+from lightning_autosync.cluster import ClusterSpec, Link, ring_time  # noqa: E402
 from lightning_autosync.errors import AutoSyncError  # noqa: E402
 from lightning_autosync.measure.bench.preparation import make_cluster  # noqa: E402
+from lightning_autosync.measure.emulation import netns  # noqa: E402
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch, shaping_lines  # noqa: E402
 from lightning_autosync.measure.launches.settings import LaunchSettings  # noqa: E402
 from lightning_autosync.measure.models.recipes import model_of  # noqa: E402
 from lightning_autosync.measure.step_time import Interval, paired_ratio  # noqa: E402
 from lightning_autosync.measure.workers import WorkerPool  # noqa: E402
 from lightning_autosync.plan import SyncPlan  # noqa: E402
+from lightning_autosync.replay import least_step  # noqa: E402
 from lightning_autosync.run_files import RunFile, alone  # noqa: E402
 from lightning_autosync.training.settings import TrainingSettings  # noqa: E402
 from tests.benchmarks import tuning_inside_calls as calls  # noqa: E402
 from tests.benchmarks.arguments import read_arguments  # noqa: E402
 
+FRAMING = 1514 / 1448
+"""Bytes on a link for each byte of payload."""
 FORMAT = "autosync-tuning-inside/2"
 PAIRS = (
     "fat_node_star:vgg_like",
@@ -307,7 +318,7 @@ def fastest_of(cluster: ClusterSpec) -> float:
 
 
 @contextmanager
-def two_jobs(settings: dict[str, Any], timeout: float) -> Iterator[tuple[Job, Job]]:
+def two_jobs(settings: dict[str, Any], timeout: float) -> Iterator[tuple[EmulatedLaunch, Job, Job]]:
     """Processes for two jobs behind the same emulated links; a job may take ``timeout`` seconds."""
     parsed = TrainingSettings.parse(settings)
     cluster = make_cluster(parsed, None)
@@ -318,12 +329,50 @@ def two_jobs(settings: dict[str, Any], timeout: float) -> Iterator[tuple[Job, Jo
         WorkerPool(cluster.world_size, launch, timeout=timeout) as one,
         WorkerPool(cluster.world_size, launch, timeout=timeout) as other,
     ):
+        assert isinstance(launch, EmulatedLaunch)
         made = [Job(pool, settings, cluster, Path(directory) / name) for name, pool in (("a", one), ("b", other))]
         try:
-            yield made[0], made[1]
+            yield launch, made[0], made[1]
         finally:
             for job in made:
                 job.close()
+
+
+def scale_links(launch: EmulatedLaunch, node: int, factor: float) -> None:
+    """Set the rates of a node's links, in both directions, to ``factor`` times those of the cluster."""
+    ports = launch.network.ports  # the two ends of a link follow each other
+    for link in zip(ports[::2], ports[1::2], strict=True):
+        if node in (link[0].place, link[1].place):
+            for port in link:
+                slowed = replace(port, rate=factor * port.rate, delay=0.0)
+                lines = [line.replace(" add ", " replace ") for line in shaping_lines(slowed, netem=False)]
+                netns.configure("tc", lines, launch.namespaces[port.place])
+
+
+def changed_links(found: Found, halve: int, recover: int = 0) -> Iterator[str]:
+    """Lines that tell median steps around changes of links, and the least that a step can take."""
+    settings = TrainingSettings.parse(settings_of(found.pair))
+    workload, cluster = model_of(settings.model).workload("dense"), make_cluster(settings, None)
+    usual, slowed = (least_step(workload, each, FRAMING).seconds for each in (cluster, with_halved_links(cluster, 0)))
+    for start in range(0, len(found.steps), found.slice):
+        ours, ddp = (statistics.median(job[start : start + found.slice]) for job in (found.steps, found.ddp_steps))
+        bound = slowed if halve <= start and not 0 < recover <= start else usual
+        yield (
+            f"steps {start} to {start + found.slice}: {1e3 * ours:.0f} ms, DDP {1e3 * ddp:.0f} ms, "
+            f"bound {1e3 * bound:.0f} ms, {ours / bound - 1:+.0%}"
+        )
+
+
+def with_halved_links(cluster: ClusterSpec, node: int) -> ClusterSpec:
+    """The cluster, with half the rates of a node's links."""
+
+    def halved(link: Link) -> Link:
+        if cluster.nodes[node].name not in (link.a, link.b):
+            return link
+        rates = {name: getattr(link, name) / 2 for name in ("bandwidth", "reverse_bandwidth")}
+        return link.model_copy(update=rates)
+
+    return cluster.model_copy(update={"links": tuple(map(halved, cluster.links))})
 
 
 def screen(ddp: Job, seconds: float) -> dict[str, list[float]]:
@@ -341,15 +390,20 @@ def screen(ddp: Job, seconds: float) -> dict[str, list[float]]:
     return found
 
 
-def measure(pair: str, seconds: float, steps: int, least: int, plan: str = "") -> Found:
+def measure(
+    pair: str, seconds: float, steps: int, least: int, plan: str = "", halve: int = 0, recover: int = 0
+) -> Found:
     """Run the jobs of a pair; the second one by ``plan``, a file, unless that is empty.
+
+    Args:
+        halve, recover: steps at which the links of the first node change; 0 for never.
 
     Raises:
         AutoSyncError: links cannot be emulated, or a rank failed.
     """
     settings, load, clock = settings_of(pair), os.getloadavg()[0], Clock()
     # The threads end last: the end of the processes ends their jobs.
-    with ThreadPoolExecutor(2) as threads, two_jobs(settings, 4 * seconds + 60) as (ddp, ours):
+    with ThreadPoolExecutor(2) as threads, two_jobs(settings, 4 * seconds + 60) as (launch, ddp, ours):
         clock.took("processes")
         if plan:
             fixed = {"tuning": "off", "gradient_as_bucket_view": True}
@@ -368,6 +422,9 @@ def measure(pair: str, seconds: float, steps: int, least: int, plan: str = "") -
         ours.start(threads, "autosync", slices * SLICE, OURS, SLICE)
         clock.took("start")
         for number in range(slices):
+            for step, factor in ((halve, 0.5), (recover, 1.0)):
+                if step and number == step // SLICE:
+                    scale_links(launch, 0, factor)
             for job in (ddp, ours) if number % 2 == 0 else (ours, ddp):
                 job.turn()
         theirs, own = ddp.end(), ours.end()
@@ -437,6 +494,7 @@ def table(found: Iterable[Found]) -> Table:
 def main(arguments: Sequence[str]) -> int:
     """Measure the pairs that the file lacks; returns the number of pairs that failed."""
     defaults = {"seconds": "150", "steps": "300", "least": "100", "out": "tuning_inside.jsonl", "plan": ""}
+    defaults |= {"halve": "0", "recover": "0"}
     given, names = read_arguments("tuning_inside", arguments, defaults)
     pairs = names or [*PAIRS]
     forked.PRELOADED.append("tests.benchmarks.tuning_inside_calls")
@@ -445,6 +503,8 @@ def main(arguments: Sequence[str]) -> int:
     console, failed = Console(width=None if sys.stdout.isatty() else 200), 0
     with alone(out := Path(given["out"])):
         settings: dict[str, Any] = {name: int(given[name]) for name in ("seconds", "steps", "least")}
+        changes = {name: int(given[name]) for name in ("halve", "recover") if given[name] != "0"}
+        settings |= changes
         if given["plan"]:
             settings["plan"] = os.path.abspath(given["plan"])
         file = RunFile(out, FORMAT, "jobs that tune themselves", settings, Found, key="out")
@@ -458,6 +518,8 @@ def main(arguments: Sequence[str]) -> int:
                 continue
             file.runs[pair] = found
             console.print(f"{pair}: {found.took}; {found.report['tuning']}", markup=False, highlight=False)
+            for line in changed_links(found, **changes) if "halve" in changes else ():
+                console.print(line, markup=False, highlight=False)
     console.print(table(file.runs[pair] for pair in pairs if pair in file.runs))
     return failed
 
