@@ -477,11 +477,19 @@ class ExactReplica(SynchronizedPasses):
         return first_parameters_first(schedule, list(self._planned)) if overlaps else schedule
 
     def _use(self, engine: Engine) -> None:
-        """Let another engine synchronize the following passes."""
+        """Let another engine synchronize the following passes.
+
+        It takes the state of compressors over, except for variables that it compresses in another way or not at all.
+        Their state is kept for engines that do.
+        """
         present = self._engine
         if present is None or present is engine:
             return
         engine.enabled, engine.expects, engine.loss_scale = present.enabled, present.expects, present.loss_scale
+        if present.has_residuals:
+            self.settle()  # with overlap, messages under way still change them
+        self._memory |= present.state_dict()
+        engine.load_state_dict(self._memory)
         present.enabled = False
         self._follow(engine)
 

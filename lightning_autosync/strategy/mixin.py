@@ -68,7 +68,8 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         plan: how gradients are synchronized: a `SyncPlan`, the path of a plan's file, or the name of a builder. None
             (default): the strategy chooses.
         semantics: how far the plan may change the mathematics of training: ``exact`` (default), ``compressed`` or
-            ``relaxed``. A plan that goes further is refused.
+            ``relaxed``. A plan that goes further is refused. Jobs that tune themselves try compressed plans only if
+            this allows them, and never relaxed ones.
         cluster: nodes and links of the job: a `ClusterSpec`, the path of its file, or the name of a shipped cluster.
             None or ``auto`` (default): unknown, so links are measured before training.
         scheduling: None (default) keeps the system's scheduling policy. ``batch`` runs ranks that compute on CPUs

@@ -37,6 +37,7 @@ from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
 from lightning_autosync.measure.probe.quick import compare_rates
+from lightning_autosync.plan import Compressor, builders
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy import resolution
 from lightning_autosync.strategy.exact import ExactReplica
@@ -158,6 +159,31 @@ def compare_with_fixed(precision: str | None = None, half: bool = False, **argum
         "scale": ours.scale,
         "switches": len(switches),
         "plans": len({*switches}),
+    }
+
+
+def compressed_switches() -> dict[str, Any]:
+    """How far a job that switches all the time between two plans with the same compressor ends from a fixed one.
+
+    The plans differ only in the number of the messages' priority, so only lost residuals can change the weights.
+    """
+    kind = Compressor(kind="topk", ratio=0.2)
+    plan = builders.all_reduce(describe(models.Plain()), ClusterSpec.uniform(1, 2), topology="star", compressor=kind)
+    other = plan.model_copy(update={"groups": tuple(group.model_copy(update={"priority": 1}) for group in plan.groups)})
+    plans = [proposals.Alternative(each, name, 1.0) for each, name in ((plan, "one"), (other, "other"))]
+
+    def order(*_: Any) -> Proposals:
+        return Proposals(plans, "a test says so")
+
+    options: dict[str, Any] = {"cluster": PAIR, "semantics": "compressed"}
+    with scripted_switches(every=3) as switches, mock.patch.object(proposals, "order_plans", order):
+        ours = jobs.fit("Plain", AutoSyncStrategy(tuning=SHORT, **options), max_epochs=12)
+    theirs = jobs.fit("Plain", AutoSyncStrategy(plan=plan, **options), max_epochs=12)
+    exact = jobs.fit("Plain", DDPStrategy(), max_epochs=12)
+    return {
+        "distance": jobs.distance(ours, theirs),
+        "lost": jobs.distance(ours, exact),
+        "switches": len(switches),
     }
 
 

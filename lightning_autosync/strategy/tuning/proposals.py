@@ -19,7 +19,7 @@ from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.description import check_places, check_rates, with_seen_rates
 from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates, survey_job
-from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan import Semantics, SyncPlan
 from lightning_autosync.plan.builders.default import DDP_BUCKETS, NATIVE, SEARCHED, cores_limit, is_native, native_name
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.choice import CORES_LIMIT, LEAST_GAIN, plans_by_formula, synchronization_times
@@ -182,12 +182,17 @@ def search_plans(
 
 
 def _search_options(
-    tuning: TuningSettings, bucket_bytes: int | None, overlaps: bool = False, balances: bool = True
+    tuning: TuningSettings,
+    bucket_bytes: int | None,
+    overlaps: bool = False,
+    balances: bool = True,
+    semantics: Semantics = "exact",
 ) -> dict[str, Any]:
     return {
         "seconds": tuning.search,
         "keep": 2 * tuning.plans + 1,
         "bucket_bytes": bucket_bytes,
+        "compression": semantics != "exact",
         "overlaps": overlaps,
         "balances": balances,
     }
@@ -201,7 +206,7 @@ def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tun
     overlaps = settings.overlap is not None
 
     def search(overlaps: bool = False, balances: bool = True) -> list[dict[str, Any]]:
-        options = _search_options(tuning, settings.bucket_bytes, overlaps, balances)
+        options = _search_options(tuning, settings.bucket_bytes, overlaps, balances, settings.semantics)
         return PREDICTOR.search(workload, links.cluster, links.constants, **options)
 
     try:

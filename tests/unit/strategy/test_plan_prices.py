@@ -168,11 +168,26 @@ def test_predictions_that_are_stopped_end_their_process_and_say_nothing() -> Non
 def test_a_job_that_tries_no_plans_has_the_first_one_alone(plans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
     tuning = TuningSettings(search=60.0, plans=plans)  # it ends early
-    settings: Any = SimpleNamespace(tuning=tuning, bucket_bytes=None, overlap=None, timeout=1.0)
+    settings: Any = SimpleNamespace(tuning=tuning, bucket_bytes=None, semantics="exact", overlap=None, timeout=1.0)
     found, _ = proposals.propose(WORKLOAD, proposals.JobLinks(PAIR, Constants()), settings, None)
     assert found is not None
     assert (len(found.plans) == 1) == (plans == 0)
     assert all(each.balanced for each in found.plans)
+
+
+@pytest.mark.parametrize(
+    ("semantics", "proposed"),
+    [("exact", {"exact"}), ("compressed", {"exact", "compressed"}), ("relaxed", {"exact", "compressed"})],
+)
+def test_plans_are_no_less_exact_than_the_user_allows_and_never_relaxed(
+    semantics: str, proposed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
+    tuning = TuningSettings(search=60.0, plans=6)  # it ends early
+    settings: Any = SimpleNamespace(tuning=tuning, bucket_bytes=None, semantics=semantics, overlap=None, timeout=1.0)
+    found, _ = proposals.propose(WORKLOAD_OF_80_MIB, proposals.JobLinks(PAIR, Constants()), settings, None)
+    assert found is not None
+    assert {each.plan.semantics for each in found.plans} == proposed
 
 
 def test_a_job_that_may_overlap_also_has_the_plans_of_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +203,9 @@ def test_a_job_that_may_overlap_also_has_the_plans_of_one_that_waits(monkeypatch
         ]
 
     monkeypatch.setattr(PREDICTOR, "search", search)
-    settings: Any = SimpleNamespace(tuning=TuningSettings(), bucket_bytes=None, overlap="step", timeout=1.0)
+    settings: Any = SimpleNamespace(
+        tuning=TuningSettings(), bucket_bytes=None, semantics="exact", overlap="step", timeout=1.0
+    )
     found, _ = proposals.propose(WORKLOAD, proposals.JobLinks(PAIR, Constants()), settings, None)
     assert found is not None
     assert [(each.name, each.plan.waits, each.native) for each in found.plans] == [
