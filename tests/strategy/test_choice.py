@@ -124,6 +124,22 @@ def test_messages_are_large_where_shared_cores_and_not_links_are_the_limit(
     assert "cores" not in reason
 
 
+@pytest.mark.parametrize(
+    ("rates", "cores", "native"),
+    [
+        (("10 Gbit/s", "8 Gbit/s", "8 Gbit/s", "8 Gbit/s"), 2, True),
+        (("10 Gbit/s", "8 Gbit/s", "8 Gbit/s", "8 Gbit/s"), None, False),
+        (("32 Gbit/s", "8 Gbit/s", "8 Gbit/s", "8 Gbit/s"), 2, False),
+    ],
+)
+def test_where_shared_cores_are_the_limit_another_method_has_to_gain_more(
+    rates: tuple[str, ...], cores: int | None, native: bool
+) -> None:
+    plan, reason = choose_plan(WORKLOAD, ClusterSpec.star(rates), known=True, cores=cores)
+    assert ({group.topology for group in plan.groups} == {"native"}) == native
+    assert ("no other method is more than 25% faster" in reason) == native
+
+
 def test_predicted_times_leave_out_tables_whose_rows_are_sent() -> None:
     star = ClusterSpec.star([1e9, 2e8, 2e8, 2e8])
     table = Variable(name="table", shape=(1_000_000, 64), kind="row_sparse", rows=100)

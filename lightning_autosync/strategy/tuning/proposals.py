@@ -22,7 +22,13 @@ from lightning_autosync.measure.probe.quick import compare_rates, survey_job
 from lightning_autosync.plan import Semantics, SyncPlan
 from lightning_autosync.plan.builders.default import DDP_BUCKETS, NATIVE, SEARCHED, cores_limit, is_native, native_name
 from lightning_autosync.replay import Constants
-from lightning_autosync.strategy.choice import CORES_LIMIT, LEAST_GAIN, plans_by_formula, synchronization_times
+from lightning_autosync.strategy.choice import (
+    CORES_LIMIT,
+    GAIN_ON_SHARED_CORES,
+    LEAST_GAIN,
+    plans_by_formula,
+    synchronization_times,
+)
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.predictor import PREDICTOR
@@ -257,10 +263,6 @@ DDP = native_name(DDP_BUCKETS)
 """Name of DDP's plan, if `NATIVE` has other messages than DDP."""
 
 
-_GAIN_ON_SHARED_CORES = 1.25
-"""Predicted speedup over a native all-reduce that a first plan needs where shared cores limit it. Predictions leave out
-the computation, which takes the cores from messages: plans that were predicted to be 9% faster were not."""
-
 _GAIN_WITH_OVERLAP = 1.02
 """Predicted speedup over a native all-reduce that a first plan needs with overlap. It is smaller than `LEAST_GAIN`,
 because the user asked for overlap, and native all-reduces hide almost nothing behind the next forward pass."""
@@ -309,7 +311,7 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     cost = links.constants.shared_host_cost(links.cluster.world_size)
     sized = links.cluster.measured and ddp.name == DDP  # the user left the sizes of messages to the search
     large = sized and not overlaps and cores_limit(links.cluster, cost)
-    large = large and native.predicted < _GAIN_ON_SHARED_CORES * fastest.predicted
+    large = large and native.predicted < GAIN_ON_SHARED_CORES * fastest.predicted
     if large:
         first = next(each for each in ranked if each.name == NATIVE)
     times = (
