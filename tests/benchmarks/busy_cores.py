@@ -2,17 +2,18 @@
 
     python -m tests.benchmarks.busy_cores [GBIT ...]
 
-Takes 8 minutes. Two and four ranks behind one switch train a model with real computation; links are emulated, by
-default of 0.2, 1 and 8 Gbit/s. ``default`` is the plan of `AutoSyncStrategy(tuning="off")`; ``searched`` is the plan
-with which a job begins that tunes itself, predicted with the costs of these hosts. All gradients are views of buffers,
-also those of DDP. A speedup is the best DDP's time
-divided by a plan's, the median of the rounds' ratios with its interval. The goal is a speedup of at least 0.98
-everywhere.
+Takes 12 minutes. Two and four ranks behind one switch train a model with real computation; links are emulated, by
+default of 0.2, 1 and 8 Gbit/s. In ``star``, three of four ranks have links of a quarter of that. ``default`` is the
+plan of `AutoSyncStrategy(tuning="off")`; ``searched`` is the plan with which a job begins that tunes itself, predicted
+with the costs of these hosts; ``trees`` and ``shards`` are `packed_trees` and `byteps`. All gradients are views of
+buffers, also those of DDP. A speedup is the best DDP's time divided by a plan's, the median of the rounds' ratios with
+its interval. The goal is a speedup of the first two of at least 0.98 everywhere.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +34,8 @@ from lightning_autosync.workload import Workload
 
 GBIT = 1e9 / 8
 RATES = (0.2, 1.0, 8.0)
-RANKS = (2, 4)
+SLOWDOWNS = {"2": (1.0, 1.0), "4": (1.0,) * 4, "star": (1.0, 0.25, 0.25, 0.25)}
+"""Rates of the ranks' links, relative to the fastest."""
 SEARCH = 5.0
 """Seconds that a job searches."""
 MODEL = {"kind": "layers", "tensors": 60, "width": 192, "batch": 192}
@@ -43,6 +45,8 @@ VIEWS = {"gradient_as_bucket_view": True}
 CONTENDERS: dict[str, dict[str, Any]] = {
     "default": {"builder": "lightning_autosync.strategy.choice:choose_plan", "known": True, **VIEWS},
     "searched": {"builder": "tests.benchmarks.busy_cores:searched_plan", **VIEWS},
+    "trees": {"builder": "packed_trees", **VIEWS},
+    "shards": {"builder": "byteps", **VIEWS},
 }
 
 
@@ -60,12 +64,13 @@ def searched_plan(
     return found.plans[0].plan, found.reason
 
 
-def bench(ranks: int, gbit: float) -> BenchResult:
-    with WorkerPool(ranks) as pool:
+def bench(slowdowns: Sequence[float], gbit: float) -> BenchResult:
+    with WorkerPool(len(slowdowns)) as pool:
         constants, told = measured_hosts(pool, "local", paced=False)
     print(told, flush=True)
     searched = {**CONTENDERS["searched"], "constants": constants.to_dict()}
-    cluster = ClusterSpec.uniform(nodes=ranks, bandwidth=gbit * GBIT, latency=50e-6, name=f"{gbit:g} Gbit/s")
+    rates = [gbit * GBIT * slowdown for slowdown in slowdowns]
+    cluster = ClusterSpec.star(rates, latency=50e-6, name=f"{gbit:g} Gbit/s")
     return run_bench(
         BenchSettings.parse(
             {
@@ -84,14 +89,14 @@ def bench(ranks: int, gbit: float) -> BenchResult:
 
 def main(*arguments: str) -> None:
     rates = [float(each) for each in arguments] or RATES
-    table = Table("ranks", "Gbit/s", "contender", "ms", "best DDP ms", "speedup", "interval", "busy cores", "plan")
-    for ranks in RANKS:
+    table = Table("links", "Gbit/s", "contender", "ms", "best DDP ms", "speedup", "interval", "busy cores", "plan")
+    for shape, slowdowns in SLOWDOWNS.items():
         for gbit in rates:
-            result = bench(ranks, gbit)
+            result = bench(slowdowns, gbit)
             best = result.measurements[result.best_ddp].median
             for name in CONTENDERS:
                 speedup = result.speedup(name)
-                row = [str(ranks), f"{gbit:g}", name, f"{1e3 * result.measurements[name].median:.1f}"]
+                row = [shape, f"{gbit:g}", name, f"{1e3 * result.measurements[name].median:.1f}"]
                 row += [f"{1e3 * best:.1f} ({result.best_ddp})", f"{speedup.median:.3f}"]
                 row += [f"{speedup.low:.3f} .. {speedup.high:.3f}", f"{result.foreign_cores or 0.0:.2f}"]
                 row.append(result.preparation.reasons.get(name, ""))
