@@ -198,16 +198,28 @@ def test_fabric_tunes_while_passes_reach_modules_in_any_order(duo) -> None:
         assert found["switches"] >= 2
 
 
-def test_a_second_job_starts_with_the_plan_that_the_first_one_found(duo, tmp_path) -> None:
-    for first, second in duo.run(tuning_jobs.remembered, folder=str(tmp_path)):
+@pytest.mark.parametrize("described", [True, False], ids=["described", "measured"])
+def test_a_second_job_starts_with_the_plan_that_the_first_one_found(duo, tmp_path, described: bool) -> None:
+    for first, second in duo.run(tuning_jobs.remembered, folder=str(tmp_path), described=described):
         assert first["tuning"].startswith("ended")
         assert first["trials"]
         assert "which an earlier job found on" in second["reason"]
+        assert second["first"] == first["plan"]
         assert len(second["candidates"]) <= 2
+        assert second["costs"]  # of its hosts, which it has measured
+        assert ("described" in second["links"]) == described
     (entry,) = TuningCache(tmp_path).entries()
     assert entry.entry is not None
     assert entry.entry.plan.fingerprint == second["plan"]  # the first one's, unless DDP's was faster this time
     assert entry.entry.cluster.name == "pair"
+
+
+def test_a_plan_for_slow_links_is_not_taken_once_links_have_recovered(duo, tmp_path) -> None:
+    for first, second in duo.run(tuning_jobs.recovered_links, folder=str(tmp_path)):
+        assert "predicted for measured" in first["reason"]
+        assert "an earlier job" not in second["reason"]
+        assert "links measured in 0.1 s" in second["links"]
+        assert second["cluster"] == "pair"
 
 
 def test_ranks_that_decide_differently_are_an_error_before_the_next_step(duo) -> None:

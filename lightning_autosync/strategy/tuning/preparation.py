@@ -14,6 +14,8 @@ from torch import nn
 
 from lightning_autosync.engine.collectives import broadcast_json, gather_json
 from lightning_autosync.engine.connections import own_address
+from lightning_autosync.measure.probe.hosts import host_constants
+from lightning_autosync.measure.probe.quick import compare_rates
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.builders.default import NATIVE
 from lightning_autosync.replay import Constants
@@ -64,7 +66,8 @@ def prepare(
 ) -> Preparation:
     """Find hosts, links and plans of a job; collective.
 
-    A plan that an earlier job of the same key has found is proposed at once, without a measurement.
+    A plan that an earlier job of the same key has found is proposed without a search, if its links still have the rates
+    that this job knew.
 
     Args:
         settings: settings of the strategy, with ``tuning``.
@@ -87,7 +90,8 @@ def prepare(
     key = TuningKey.of(workload, hosts, device, settings.semantics, settings.bucket_bytes, settings.overlap)
     if links is None:
         if (entry := _recall(key, settings, group)) is not None:
-            return _of_entry(entry, workload, key, settings.cluster is not None)
+            costs = host_constants() if tuning.probe else Constants()
+            return _of_entry(entry, workload, key, settings.cluster is not None, costs)
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
@@ -136,7 +140,11 @@ def _memory(cache: str) -> TuningCache:
 
 
 def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup | None) -> TunedPlan | None:
-    """The entry of an earlier job on rank 0's disk; collective."""
+    """The entry of an earlier job on rank 0's disk; collective.
+
+    Links that no user describes are compared with its rates, since they may have changed, or may have been slow while
+    that job ran.
+    """
     assert settings.tuning is not None
     cache, found = settings.tuning.cache, None
     if cache is not None and dist.get_rank(group) == 0:
@@ -145,10 +153,21 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
         if entry is not None and (described is None or described.fingerprint == entry.cluster.fingerprint):
             found = entry.to_dict()
     found = broadcast_json(found, group)
-    return None if found is None else TunedPlan.from_dict(found, source="the tuning cache of rank 0")
+    if found is None:
+        return None
+    entry = TunedPlan.from_dict(found, source="the tuning cache of rank 0")
+    if settings.cluster is None and (far := broadcast_json(compare_rates(entry.cluster, settings.timeout), group)):
+        rank_zero_info(
+            "AutoSync: plans are searched, because the links are not as an earlier job, whose plan is remembered, "
+            f"described them: {'; '.join(far)}"
+        )
+        return None
+    return entry
 
 
-def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey, described: bool) -> Preparation:
+def _of_entry(
+    entry: TunedPlan, workload: Workload, key: TuningKey, described: bool, constants: Constants
+) -> Preparation:
     """The plan of an earlier job; DDP's plan is tried against it, in case that job was disturbed."""
     expected = entry.evidence.measured.seconds
     ddp = Alternative(builders.build(NATIVE, workload, entry.cluster), NATIVE, expected, native=True)
@@ -163,5 +182,5 @@ def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey, described: b
     )
     # Without a description: that job may have measured its links, or its user has described them.
     origin = DESCRIBED if described else f"links as known to an earlier job on {entry.written:%Y-%m-%d}"
-    links = JobLinks(entry.cluster, Constants(), origin=origin)
+    links = JobLinks(entry.cluster, constants, origin=origin)
     return Preparation(links, workload, key, Proposals(plans, reason), entry.plan.fingerprint, expected)

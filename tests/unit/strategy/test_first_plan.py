@@ -123,7 +123,7 @@ def test_a_remembered_plan_that_cannot_be_opened_is_forgotten(
 def test_the_links_of_a_remembered_plan_are_not_called_measured(described: bool, links: str) -> None:
     """The earlier job may have measured them or not."""
     entry = tuned()
-    assert _of_entry(entry, workload(), entry.key, described).links.describe() == links
+    assert _of_entry(entry, workload(), entry.key, described, Constants()).links.describe() == links
 
 
 def test_a_wrong_name_of_a_setting_of_tuning_suggests_the_nearest_one() -> None:
