@@ -12,12 +12,14 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_autosync.cluster import ring_time
 from lightning_autosync.engine.collectives import broadcast_json, gather_json
 from lightning_autosync.engine.connections import own_address
 from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.builders.default import NATIVE
+from lightning_autosync.plan.builders.rows import place_rows
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import Evidence, TunedPlan, TuningCache, TuningKey
 from lightning_autosync.strategy.agreement import agree
@@ -168,11 +170,17 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
 def _of_entry(
     entry: TunedPlan, workload: Workload, key: TuningKey, described: bool, constants: Constants
 ) -> Preparation:
-    """The plan of an earlier job; DDP's plan is tried against it, in case that job was disturbed."""
+    """The plan of an earlier job; DDP's plan may be tried against it, in case that job was disturbed."""
     expected = entry.evidence.measured.seconds
-    ddp = Alternative(builders.build(NATIVE, workload, entry.cluster), NATIVE, expected, native=True)
+    sizes = {} if key.bucket_bytes is None else {"bucket_bytes": key.bucket_bytes}
+    native = place_rows(builders.build(NATIVE, workload, entry.cluster, **sizes), workload, entry.cluster)
+    # Links need at least so long for an all-reduce.
+    dense = sum(variable.bytes for variable in workload.variables if variable.kind == "dense")
+    ddp = Alternative(native, NATIVE, max(expected, ring_time(entry.cluster, dense)), native=True)
     if key.overlap is not None:
         ddp = ddp.waiting()
+    if measured := [each.seconds for each in entry.evidence.compared if each.plan == ddp.plan.fingerprint]:
+        ddp = replace(ddp, predicted=measured[0])
     plans = [Alternative(entry.plan, entry.origin, expected, native=entry.plan.fingerprint == ddp.plan.fingerprint)]
     if not plans[0].native:
         plans.append(ddp)

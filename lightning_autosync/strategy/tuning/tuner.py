@@ -51,8 +51,8 @@ class Candidate:
         name: name for people, such as that of its builder.
         predicted: predicted seconds of a step.
         always: whether it is tried first, also if it is predicted to be slower. DDP's plan is, so that no plan is kept
-            that was measured to be slower than it. It is not tried where it would be given up soon: if `reprice` gave
-            it more than `GIVE_UP` times the time of the present plan, predicted and measured.
+            that was measured to be slower than it. It is not tried where it would be given up soon: if it is predicted
+            to take more than `GIVE_UP` times the time of the present plan, predicted and measured.
         native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
             do those of all others.
         messages: number of its messages. Predictions of plans with many messages err alike.
@@ -129,7 +129,7 @@ class Tuner:
         late: int = 0,
     ) -> None:
         self._candidates = list(candidates)
-        self._plans, self._priced, self._repriced = plans, priced, False
+        self._plans, self._priced = plans, priced
         self._left = list(range(1, len(candidates)))
         self._warm_up, self._passes = warm_up, passes
         self._horizon = horizon
@@ -216,7 +216,6 @@ class Tuner:
         if predicted:
             known = zip(self._candidates, predicted, strict=True)
             self._candidates = [replace(each, predicted=seconds) for each, seconds in known]
-            self._repriced = True
         self._priced = True
 
     def give_up(self) -> None:
@@ -262,8 +261,7 @@ class Tuner:
         other, own = self._candidates[candidate], self._candidates[self.present]
         if other.always or (other is self._best_waiting and not own.waits):
             present = max(own.predicted, self.usual_seconds)
-            too_slow = self._repriced and other.predicted > GIVE_UP * present
-            return -math.inf if too_slow else math.inf
+            return -math.inf if other.predicted > GIVE_UP * present else math.inf
         if other.kind != own.kind and self._clear_losses[other.kind] >= _CLEAR_LOSSES:
             return -math.inf
         differences = self._differences(candidate)

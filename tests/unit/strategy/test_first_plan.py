@@ -16,13 +16,15 @@ from tuned_plans import CLUSTER, tuned, workload
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.errors import DocumentError, OpeningError
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.memory import TuningCache
+from lightning_autosync.search.memory import Evidence, StepTime, TuningCache
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning import job_tuning
 from lightning_autosync.strategy.tuning.job_tuning import TRIAL_CONNECT_TIMEOUT, JobTuning
+from lightning_autosync.strategy.tuning.live import _candidate
 from lightning_autosync.strategy.tuning.preparation import Preparation, _of_entry
-from lightning_autosync.strategy.tuning.proposals import JobLinks
+from lightning_autosync.strategy.tuning.proposals import JobLinks, search_plans
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
+from lightning_autosync.strategy.tuning.tuner import Tuner
 
 
 @dataclass
@@ -124,6 +126,34 @@ def test_the_links_of_a_remembered_plan_are_not_called_measured(described: bool,
     """The earlier job may have measured them or not."""
     entry = tuned()
     assert _of_entry(entry, workload(), entry.key, described, Constants()).links.describe() == links
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 5000])
+@pytest.mark.parametrize(
+    ("remembered", "ddp", "tried"),
+    [(0.1, 0.14, True), (0.1, 0.16, False), (0.1, None, True), (1e-4, None, False)],
+)
+def test_ddps_plan_is_not_tried_against_a_remembered_one_if_it_is_known_to_be_much_slower(
+    remembered: float, ddp: float | None, tried: bool, bucket_bytes: int | None
+) -> None:
+    """The earlier job has measured it, or the links alone need 0.3 ms for it."""
+    links, entry = JobLinks(CLUSTER, Constants()), tuned(bucket_bytes=bucket_bytes)
+    plans = search_plans(workload(), links, TuningSettings(search=0.1), bucket_bytes)
+    native = next(each.plan.fingerprint for each in plans if each.native)
+    measured = entry.evidence.measured.model_copy(update={"seconds": remembered})
+    compared = [] if ddp is None else [StepTime(name="ddp", plan=native, seconds=ddp, steps=8)]
+    evidence = Evidence(measured=measured, compared=compared, synchronized_steps=9)
+    entry = entry.model_copy(update={"evidence": evidence})
+    found = _of_entry(entry, workload(), entry.key, False, Constants()).proposals
+    assert found is not None
+    assert found.plans[1].plan.fingerprint == native
+    tuner = Tuner([_candidate(each) for each in found.plans], warm_up=1, passes=4)
+    for _ in range(20):
+        if tuner.opening is not None:
+            tuner.opened()
+        tuner.following()
+        tuner.record(remembered)
+    assert bool(tuner.trials) == tried
 
 
 def test_a_wrong_name_of_a_setting_of_tuning_suggests_the_nearest_one() -> None:
