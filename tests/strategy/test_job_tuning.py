@@ -244,6 +244,12 @@ def test_links_that_change_are_planned_for_again(duo, options: dict[str, Any]) -
         assert "predicted for measured" in found["report"]["reason"]
 
 
+def test_links_that_become_slow_during_trials_are_measured_after_them(duo) -> None:
+    for checks in duo.run(tuning_jobs.slowing_trials):
+        assert len(checks) == 1
+        assert "because a step takes 0.2 s, and 0.1 s before or in its trials. They have not changed." in checks[0]
+
+
 @pytest.mark.parametrize("ended", [False, True], ids=["while tuning", "after it"])
 def test_tuning_adds_no_collective_call_to_the_steps_of_a_native_plan(duo, ended: bool) -> None:
     one, other = duo.run(tuning_jobs.calls_of_steps, ended=ended)

@@ -646,6 +646,29 @@ def recovered_links(folder: str) -> list[dict[str, Any]]:
     return [first, {**second.to_dict(), "cluster": second.resolution.cluster.name}]
 
 
+def slowing_trials() -> list[str]:
+    """Why a job measures its links after its trials, in which steps begin to take twice as long."""
+    takes, take = count(), AgreedTimes.take
+
+    def slowed(self: AgreedTimes) -> PassTimes:
+        take(self)
+        return PassTimes(0.1 if next(takes) < 6 else 0.2, 0.0, 0.05)
+
+    links = JobLinks(PAIR, Constants(), origin="measured")
+    with (
+        mock.patch.object(AgreedTimes, "take", slowed),
+        mock.patch.object(job_tuning, "find_links", return_value=links),
+        mock.patch.object(proposals, "compare_rates", return_value=[]),
+        hurrying(),
+    ):
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1))
+        jobs.fit("Plain", strategy, max_epochs=12)
+    report = strategy.report()
+    assert report is not None
+    assert report.trials
+    return list(report.checks)
+
+
 def calls_of_steps(ended: bool) -> dict[str, Any]:
     """The collective calls in steps with a native plan, and the times that ranks agreed on in these steps.
 

@@ -360,6 +360,8 @@ class LiveTuner:
         self._times.forget()
         self._switch(self._tuner.present)
         self._close_others()
+        if self._drift is not None:
+            self._drift.compare_with(self._tuner.earliest[self._tuner.present], "before or in its trials")
         rank_zero_info(f"AutoSync: {self.summary()}")
 
     def summary(self) -> str:

@@ -115,6 +115,7 @@ class Tuner:
     Attributes:
         present: index of the present plan.
         trials: outcomes so far.
+        earliest: seconds of a pass by present plan, when it was first known.
         finished: why tuning ended; empty before.
     """
 
@@ -144,6 +145,7 @@ class Tuner:
         self._clear_losses: Counter[tuple[bool, bool]] = Counter()
         self.present = 0
         self.trials: list[Trial] = []
+        self.earliest: dict[int, float] = {}
         self.finished = ""
 
     @property
@@ -225,6 +227,7 @@ class Tuner:
 
     def _begin_contest(self) -> None:
         """Begin to try the next candidate, or finish."""
+        self.earliest.setdefault(self.present, self.usual_seconds)
         candidate = max(self._left, key=self._worth, default=None)
         worth = -math.inf if candidate is None else self._worth(candidate)
         if candidate is not None and worth > 0 and self._tried < self._plans:
