@@ -12,13 +12,13 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_autosync.cluster import ring_time
+from lightning_autosync.cluster import ClusterSpec, ring_time
 from lightning_autosync.engine.collectives import broadcast_json, gather_json
 from lightning_autosync.engine.connections import own_address
 from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates
-from lightning_autosync.plan import builders
-from lightning_autosync.plan.builders.default import NATIVE
+from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.plan.builders.default import NATIVE, is_native
 from lightning_autosync.plan.builders.rows import place_rows
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import Evidence, TunedPlan, TuningCache, TuningKey
@@ -28,7 +28,7 @@ from lightning_autosync.strategy.resolution import checked_workload
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative, LiveTuner
 from lightning_autosync.strategy.tuning.proposals import DESCRIBED, JobLinks, Proposals, find_links, propose
-from lightning_autosync.strategy.tuning.settings import DEFAULT_CACHE
+from lightning_autosync.strategy.tuning.settings import DEFAULT_CACHE, TuningSettings
 from lightning_autosync.workload import Workload
 
 
@@ -98,7 +98,9 @@ def prepare(
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
     constants = links.constants.model_copy(update={"accelerated": device != "cpu"})
-    proposals, fault = propose(workload, replace(links, constants=constants), settings, group)
+    proposals, fault = propose(
+        workload, replace(links, constants=constants), settings, group, lambda: _near_plans(key, links.cluster, tuning)
+    )
     return Preparation(replace(links, fault=fault), workload, key, proposals)
 
 
@@ -135,6 +137,27 @@ def forget(preparation: Preparation, cache: str | None) -> None:
     if cache is not None and preparation.remembered is not None:
         _memory(cache).remove(preparation.key)
         rank_zero_info("AutoSync: this plan of an earlier job is forgotten; the next job searches plans again")
+
+
+_OF_EARLIER_JOB = ", of an earlier job"
+_MOST_NEAR = 3
+"""Number of plans of other jobs that a search prices: it has seconds for all plans."""
+
+
+def _near_plans(key: TuningKey, cluster: ClusterSpec, tuning: TuningSettings) -> list[tuple[str, SyncPlan]]:
+    """Names and plans that jobs of the same model have found on other hosts with such links; call it on rank 0.
+
+    Native plans are left out, because each search has such. So are plans that wait where steps could overlap, because
+    each search compares them apart.
+    """
+    if tuning.cache is None:
+        return []
+    found = dict[str, tuple[str, SyncPlan]]()
+    for entry in _memory(tuning.cache).nearest(key, cluster):
+        if not (entry.plan.waits or is_native(entry.origin)):
+            name = f"{entry.origin.partition(_OF_EARLIER_JOB)[0]}{_OF_EARLIER_JOB} ({entry.written:%Y-%m-%d})"
+            found.setdefault(entry.plan.fingerprint, (name, entry.plan))
+    return list(found.values())[:_MOST_NEAR]
 
 
 def _memory(cache: str) -> TuningCache:

@@ -13,18 +13,22 @@ import pytest
 from torch import nn
 from tuned_plans import CLUSTER, tuned, workload
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.errors import DocumentError, OpeningError
+from lightning_autosync.plan import builders
+from lightning_autosync.plan.builders.default import NATIVE
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import Evidence, StepTime, TuningCache
 from lightning_autosync.strategy.settings import StrategySettings
-from lightning_autosync.strategy.tuning import job_tuning
+from lightning_autosync.strategy.tuning import job_tuning, preparation, proposals
 from lightning_autosync.strategy.tuning.job_tuning import TRIAL_CONNECT_TIMEOUT, JobTuning
 from lightning_autosync.strategy.tuning.live import _candidate
 from lightning_autosync.strategy.tuning.preparation import Preparation, _of_entry
 from lightning_autosync.strategy.tuning.proposals import JobLinks, search_plans
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
 from lightning_autosync.strategy.tuning.tuner import Tuner
+from lightning_autosync.workload import describe
 
 
 @dataclass
@@ -154,6 +158,41 @@ def test_ddps_plan_is_not_tried_against_a_remembered_one_if_it_is_known_to_be_mu
         tuner.following()
         tuner.record(remembered)
     assert bool(tuner.trials) == tried
+
+
+def test_a_job_prices_and_names_plans_that_jobs_on_other_hosts_have_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Under a scheduler that gives other hosts each time, no entry has the key of a job."""
+    module, cluster = nn.Linear(300, 200), ClusterSpec.star(["800 Mbit/s", "200 Mbit/s", "200 Mbit/s"])
+    model = describe(module)
+    plan = builders.packed_trees(model, cluster, bucket_bytes=7000)
+    native = builders.all_reduce(model, cluster, bucket_bytes=7000)
+    earlier = [
+        tuned(model, cluster.scaled(0.9), hosts, plan=one, origin=origin)
+        for hosts, one, origin in (
+            (("a", "b", "c"), plan, f"packed_trees{preparation._OF_EARLIER_JOB} (2025-01-01)"),
+            (("d", "e", "f"), native, NATIVE),
+            (("g", "h", "i"), builders.ps(model, cluster).model_copy(update={"waits": True}), "ps, waiting"),
+        )
+    ]
+    for entry in earlier:
+        TuningCache(tmp_path).store(entry)
+    monkeypatch.setattr(preparation, "agree", lambda find, *_: find())
+    monkeypatch.setattr(preparation, "gather_json", lambda *_: ["x", "y", "z"])
+    monkeypatch.setattr(preparation, "broadcast_json", lambda own, *_: own)
+    monkeypatch.setattr(preparation.dist, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(preparation, "find_links", lambda *_: proposals.JobLinks(cluster, Constants()))
+    monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
+    settings = StrategySettings(tuning=TuningSettings(search=60.0, cache=str(tmp_path)))
+    found = preparation.prepare(settings, module, 3, 1)
+    assert found.remembered is None
+    assert found.proposals is not None
+    told = {each.name: each for each in found.proposals.plans if "earlier" in each.name}
+    assert list(told) == ["packed_trees, of an earlier job (2026-03-01)"]
+    (found_plan,) = told.values()
+    assert found_plan.plan == plan
+    assert found_plan.predicted > 0
 
 
 def test_a_wrong_name_of_a_setting_of_tuning_suggests_the_nearest_one() -> None:
