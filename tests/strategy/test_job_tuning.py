@@ -214,6 +214,22 @@ def test_a_second_job_starts_with_the_plan_that_the_first_one_found(duo, tmp_pat
     assert entry.entry.cluster.name == "pair"
 
 
+@pytest.mark.parametrize("options", sweep([{}, {"overlap": "step"}], [{}]), ids=str)
+def test_a_job_goes_on_with_the_trials_of_one_that_ended_before_them(duo, tmp_path, options: dict[str, Any]) -> None:
+    for first, second in duo.run(tuning_jobs.interrupted, folder=str(tmp_path), **options):
+        (trial,) = first["trials"]
+        assert first["kept"] == first["plan"] == trial["plan"]
+        assert first["unfinished"]
+        assert second["first"] == first["plan"]
+        assert "the fastest so far in the trials of an earlier job, which ended before them" in second["reason"]
+        assert len(second["candidates"]) > 2
+        assert len({*second["plans"]}) == len(second["plans"])
+        assert second["trials"]
+        assert second["tuning"].startswith("ended")
+        assert not second["unfinished"]
+        assert second["kept"] == second["plan"]
+
+
 def test_a_plan_for_slow_links_is_not_taken_once_links_have_recovered(duo, tmp_path) -> None:
     for first, second in duo.run(tuning_jobs.recovered_links, folder=str(tmp_path)):
         assert "predicted for measured" in first["reason"]

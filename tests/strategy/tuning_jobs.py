@@ -396,6 +396,31 @@ def remembered(folder: str, described: bool) -> list[dict[str, Any]]:
     return found
 
 
+def interrupted(folder: str, **options: Any) -> list[dict[str, Any]]:
+    """What two jobs report that remember plans in a folder; the first one ends after a trial whose plan was faster."""
+    found, after_pass, ending = list[dict[str, Any]](), LiveTuner.after_pass, EndsWhenTried()
+
+    def note(self: LiveTuner) -> str:
+        reason = after_pass(self)
+        ending.tried = not found and bool(self.trials)
+        return reason
+
+    for _ in range(2):
+        tuning, first = replace(SHORT, search=60.0, plans=2, cache=folder), NotesFirstPlan()
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=tuning, **options)
+        with counted_switches(), mock.patch.object(LiveTuner, "after_pass", note):
+            jobs.fit("Plain", strategy, max_epochs=24, callbacks=[first, ending])
+        report = strategy.report()
+        assert report is not None
+        dist.barrier()  # rank 0 may still write
+        (entry,) = TuningCache(folder).entries()
+        assert entry.entry is not None
+        kept = {"kept": entry.entry.plan.fingerprint, "unfinished": entry.entry.unfinished}
+        plans = [each.plan.fingerprint for each in report.resolution.alternatives]
+        found.append({**report.to_dict(), **kept, "first": first.plan, "plans": plans})
+    return found
+
+
 def unopenable(at_first: bool, folder: str | None = None) -> dict[str, Any]:
     """How a job ends in which rank 1 cannot connect for any plan, and what it logs.
 

@@ -140,6 +140,7 @@ class TunedPlan(Document):
         evidence: predicted and measured step times.
         written: time at which the entry was written.
         torch: torch's whole version.
+        unfinished: whether the job ended before its trials did.
     """
 
     FORMAT: ClassVar[str] = "autosync-tuned/1"
@@ -151,6 +152,7 @@ class TunedPlan(Document):
     evidence: Evidence
     written: AwareDatetime
     torch: Text
+    unfinished: bool = False
 
     @field_validator("plan", "cluster", mode="before")
     @classmethod

@@ -230,9 +230,7 @@ class LiveTuner:
         If trials have not ended, a line in the log tells what they have found so far.
         """
         if not self._ended and not self._tuner.finished:
-            rank_zero_info(
-                f"AutoSync: these trials stopped before their end, so nothing is remembered: {self.summary()}"
-            )
+            rank_zero_info(f"AutoSync: these trials stopped before their end: {self.summary()}")
         if self._prices is not None:
             self._prices.stop()
         self._times.forget()

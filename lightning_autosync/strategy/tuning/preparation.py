@@ -17,7 +17,7 @@ from lightning_autosync.engine.collectives import broadcast_json, gather_json
 from lightning_autosync.engine.connections import own_address
 from lightning_autosync.measure.probe.hosts import host_constants
 from lightning_autosync.measure.probe.quick import compare_rates
-from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.plan import SyncPlan, builders, signature
 from lightning_autosync.plan.builders.default import NATIVE, is_native
 from lightning_autosync.plan.builders.rows import place_rows
 from lightning_autosync.replay import Constants
@@ -41,7 +41,7 @@ class Preparation:
         key: key of the job in the memory.
         proposals: plans that fit; None if rates are unknown, or all ranks are on one host.
         remembered: fingerprint of the plan that an earlier job found; None without one.
-        expected: seconds of a step in that job.
+        expected: seconds of a step in that job; None if its trials had not ended, so that this job goes on with them.
     """
 
     links: JobLinks
@@ -69,7 +69,7 @@ def prepare(
     """Find hosts, links and plans of a job; collective.
 
     A plan that an earlier job of the same key has found is proposed without a search, if its links still have the rates
-    that this job knew.
+    that this job knew. If that job ended before its trials did, its plan comes first among those of a new search.
 
     Args:
         settings: settings of the strategy, with ``tuning``.
@@ -90,24 +90,29 @@ def prepare(
     )
     hosts = gather_json(f"{gethostname()} {own_address()}", group)
     key = TuningKey.of(workload, hosts, device, settings.semantics, settings.bucket_bytes, settings.overlap)
+    entry = _recall(key, settings, group) if links is None else None
     if links is None:
-        if (entry := _recall(key, settings, group)) is not None:
+        if entry is not None and not entry.unfinished:
             costs = host_constants() if tuning.probe else Constants()
             return _of_entry(entry, workload, key, settings.cluster is not None, costs)
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
     constants = links.constants.model_copy(update={"accelerated": device != "cpu"})
-    proposals, fault = propose(
-        workload, replace(links, constants=constants), settings, group, lambda: _near_plans(key, links.cluster, tuning)
-    )
-    return Preparation(replace(links, fault=fault), workload, key, proposals)
+
+    def known() -> list[tuple[str, SyncPlan]]:
+        return [*([] if entry is None else [_named(entry)]), *_near_plans(key, links.cluster, tuning)]
+
+    proposals, fault = propose(workload, replace(links, constants=constants), settings, group, known)
+    found = Preparation(replace(links, fault=fault), workload, key, proposals)
+    return found if entry is None or proposals is None else _beginning_with(entry, found, proposals)
 
 
 def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> None:
     """Keep the plan that a job found, for later jobs of the same key; call it on rank 0. It raises no errors."""
     plan = tuner.present
-    if cache is None or preparation.remembered == plan.plan.fingerprint:
+    known = preparation.expected is not None and preparation.remembered == plan.plan.fingerprint
+    if cache is None or known:
         return  # the entry of the earlier job has more evidence
     try:
         measured, compared = tuner.evidence
@@ -125,6 +130,7 @@ def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> N
             evidence=evidence,
             written=datetime.now(timezone.utc),
             torch=torch.__version__,
+            unfinished=not tuner.ended,
         )
     except ValueError as error:  # training must not end because its plan cannot be remembered
         rank_zero_warn(f"the tuned plan is not remembered for later jobs: {error}")
@@ -147,17 +153,42 @@ _MOST_NEAR = 3
 def _near_plans(key: TuningKey, cluster: ClusterSpec, tuning: TuningSettings) -> list[tuple[str, SyncPlan]]:
     """Names and plans that jobs of the same model have found on other hosts with such links; call it on rank 0.
 
-    Native plans are left out, because each search has such. So are plans that wait where steps could overlap, because
-    each search compares them apart.
+    Native plans are left out, because each search has such.
     """
     if tuning.cache is None:
         return []
     found = dict[str, tuple[str, SyncPlan]]()
     for entry in _memory(tuning.cache).nearest(key, cluster):
-        if not (entry.plan.waits or is_native(entry.origin)):
-            name = f"{entry.origin.partition(_OF_EARLIER_JOB)[0]}{_OF_EARLIER_JOB} ({entry.written:%Y-%m-%d})"
-            found.setdefault(entry.plan.fingerprint, (name, entry.plan))
+        if not is_native(_source(entry)):
+            found.setdefault(entry.plan.fingerprint, _named(entry))
     return list(found.values())[:_MOST_NEAR]
+
+
+def _named(entry: TunedPlan) -> tuple[str, SyncPlan]:
+    """The plan of an earlier job with a name that says so. It waits only where a search lets its plans wait."""
+    name = f"{_source(entry)}{_OF_EARLIER_JOB} ({entry.written:%Y-%m-%d})"
+    return name, entry.plan.model_copy(update={"waits": False})
+
+
+def _source(entry: TunedPlan) -> str:
+    """The name of a plan without what jobs have added to it."""
+    return entry.origin.partition(_OF_EARLIER_JOB)[0].removesuffix(", waiting")
+
+
+def _beginning_with(entry: TunedPlan, found: Preparation, proposals: Proposals) -> Preparation:
+    """The preparation with the plan of an earlier job first, if the search has priced it."""
+
+    def is_other(plan: SyncPlan) -> bool:
+        return (signature(plan), plan.waits) != (signature(entry.plan), entry.plan.waits)
+
+    first, *others = sorted(proposals.plans, key=lambda each: is_other(each.plan))
+    if is_other(first.plan):
+        return found
+    reason = (
+        f"{first.name}, the fastest so far in the trials of an earlier job, which ended before them; the search alone "
+        f"chooses {proposals.reason}"
+    )
+    return replace(found, proposals=Proposals([first, *others], reason), remembered=first.plan.fingerprint)
 
 
 def _memory(cache: str) -> TuningCache:

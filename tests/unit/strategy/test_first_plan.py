@@ -23,7 +23,7 @@ from lightning_autosync.search.memory import Evidence, StepTime, TuningCache
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning import job_tuning, preparation, proposals
 from lightning_autosync.strategy.tuning.job_tuning import TRIAL_CONNECT_TIMEOUT, JobTuning
-from lightning_autosync.strategy.tuning.live import _candidate
+from lightning_autosync.strategy.tuning.live import Alternative, _candidate
 from lightning_autosync.strategy.tuning.preparation import Preparation, _of_entry
 from lightning_autosync.strategy.tuning.proposals import JobLinks, search_plans
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
@@ -122,6 +122,22 @@ def test_a_remembered_plan_that_cannot_be_opened_is_forgotten(
     assert (cache.find(entry.key) is None) == (rank == 0 and remembered)
 
 
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize(("expected", "written"), [(0.1, False), (None, True)])
+def test_a_plan_is_remembered_anew_if_the_trials_of_the_earlier_job_had_not_ended(
+    tmp_path: Path, expected: float | None, written: bool, ended: bool
+) -> None:
+    entry = tuned()
+    found = Preparation(JobLinks(CLUSTER, Constants()), workload(), entry.key, None, entry.plan.fingerprint, expected)
+    tuner: Any = SimpleNamespace(
+        present=Alternative(entry.plan, "byteps", 0.1), evidence=(entry.evidence.measured, []), passes=9, ended=ended
+    )
+    preparation.remember(found, tuner, str(tmp_path))
+    kept = TuningCache(tmp_path).find(entry.key)
+    assert (kept is not None) == written
+    assert kept is None or kept.unfinished == (not ended)
+
+
 @pytest.mark.parametrize(
     ("described", "links"),
     [(True, "3 hosts, described"), (False, "3 hosts, links as known to an earlier job on 2026-03-01")],
@@ -189,10 +205,11 @@ def test_a_job_prices_and_names_plans_that_jobs_on_other_hosts_have_found(
     assert found.remembered is None
     assert found.proposals is not None
     told = {each.name: each for each in found.proposals.plans if "earlier" in each.name}
-    assert list(told) == ["packed_trees, of an earlier job (2026-03-01)"]
-    (found_plan,) = told.values()
-    assert found_plan.plan == plan
-    assert found_plan.predicted > 0
+    assert {name: each.plan for name, each in told.items()} == {
+        "packed_trees, of an earlier job (2026-03-01)": plan,
+        "ps, of an earlier job (2026-03-01)": builders.ps(model, cluster),
+    }
+    assert all(each.predicted > 0 for each in told.values())
 
 
 def test_a_wrong_name_of_a_setting_of_tuning_suggests_the_nearest_one() -> None:
