@@ -169,7 +169,8 @@ def _words(entry: TunedPlan) -> list[str]:
         f"({', '.join(f'{host}: {key.hosts.count(host)}' for host in hosts)})",
         f"allowed: {key.semantics}; messages: {size}; device: {key.device}",
         f"written {entry.written.isoformat(timespec='seconds')} by lightning-autosync {key.package} with torch "
-        f"{entry.torch}, after {counted(evidence.synchronized_steps, 'synchronized step')}",
+        f"{entry.torch}, after {counted(evidence.synchronized_steps, 'synchronized step')}"
+        + (", before its trials had ended" if entry.unfinished else ""),
         f"cluster '{entry.cluster.name}': {_rates(entry)}",
         f"plan: {entry.origin}; "
         + ("no prediction" if predicted is None else f"predicted: {predicted:.4g} s to synchronize a step"),

@@ -71,7 +71,8 @@ def answer(order: Mapping[str, Any]) -> dict[str, Any]:
     # Late: it needs numba, and a reply says if that is missing.
     from lightning_autosync.search.selection import rank_plans
 
-    ranked = rank_plans(workload, cluster, constants=constants, **order["options"])
+    known = [(name, SyncPlan.from_dict(plan, source=_SOURCE)) for name, plan in order["known"]]
+    ranked = rank_plans(workload, cluster, constants=constants, known=known, **order["options"])
     return {"plans": [{**vars(each), "plan": each.plan.to_dict()} for each in ranked]}
 
 

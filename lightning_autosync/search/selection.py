@@ -97,6 +97,7 @@ def rank_plans(
     native_only: bool = False,
     overlaps: bool = False,
     balances: bool = True,
+    known: Sequence[tuple[str, SyncPlan]] = (),
     seed: int = 0,
     clock: Clock = time.monotonic,
 ) -> list[PredictedPlan]:
@@ -123,6 +124,8 @@ def rank_plans(
         overlaps: whether steps overlap with the next forward pass (``overlap="step"``), and are predicted so. A
             workload without computation is then taken to compute as long as gradients need on the links.
         balances: whether to predict ``balanced``; without it, the search has all the time.
+        known: names and plans of the same model that are always included, if they suit the cluster and the job, and if
+            there is time to price them.
         seed: seed of all random draws.
         clock: gives seconds.
 
@@ -142,7 +145,7 @@ def rank_plans(
         workload, cluster, "compressed" if compression else "exact", exclude, native_only, bucket_bytes
     )
     population = Population(space, costs, _POPULATION, native_only, budget.is_spent, overlaps)
-    found = _Selection(space, population, budget, keep, Random(seed)).run(searches)
+    found = _Selection(space, population, budget, keep, Random(seed), known).run(searches)
     if assumes:
         left = _Budget(clock, budget.begun + seconds - clock())
         return _beside_computation(found, workload, cluster, costs, native_only, left)
@@ -250,12 +253,19 @@ class _SelectionSpace(PlanSpace):
             arguments["bucket_bytes"] = self._bucket_bytes
         taken = inspect.signature(builders.find(name)).parameters.keys() & arguments.keys()
         plan = builders.build(name, self.workload, self.cluster, **{key: arguments[key] for key in taken})
-        plan = place_rows(plan, self.workload, self.cluster)
+        return self.checked(f"builder '{name}'", place_rows(plan, self.workload, self.cluster))
+
+    def checked(self, name: str, plan: SyncPlan) -> SyncPlan:
+        """The plan.
+
+        Raises:
+            PlanError: jobs may not use it.
+        """
         if SEMANTICS.index(plan.semantics) > SEMANTICS.index(self.semantics):
-            raise PlanError(f"builder '{name}': its plan is {plan.semantics}; allowed: {self.semantics}")
+            raise PlanError(f"{name}: its plan is {plan.semantics}; allowed: {self.semantics}")
         for group in plan.groups:
             if not self._allows(group.topology, self.workload.variable(group.variables[0]).kind == "dense"):
-                raise PlanError(f"builder '{name}': topology '{group.topology}' is not allowed")
+                raise PlanError(f"{name}: topology '{group.topology}' is not allowed")
         return plan
 
     @cached_property
@@ -282,8 +292,17 @@ class _SelectionSpace(PlanSpace):
 class _Selection:
     """Finds and compares candidates."""
 
-    def __init__(self, space: _SelectionSpace, population: Population, budget: _Budget, keep: int, rng: Random) -> None:
+    def __init__(
+        self,
+        space: _SelectionSpace,
+        population: Population,
+        budget: _Budget,
+        keep: int,
+        rng: Random,
+        known: Sequence[tuple[str, SyncPlan]],
+    ) -> None:
         self._space = space
+        self._known = known
         self._population = population
         self._budget = budget
         self._keep = keep
@@ -317,7 +336,12 @@ class _Selection:
             self._simulate(one)
 
     def search(self) -> None:
-        """Add builders' plans, then generations of better ones, until the time is spent or nothing improves."""
+        """Add known plans, builders' and generations of better ones, until the time is spent or nothing improves."""
+        for name, plan in self._known:
+            if self._budget.is_spent():
+                return
+            with suppress(DocumentError):
+                self._always.add(self._add_built(name, self._space.checked(name, plan)).signature)
         for name, sizes in product(builders.names(), _SIZES):
             if self._budget.is_spent():
                 return

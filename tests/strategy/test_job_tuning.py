@@ -205,16 +205,44 @@ def test_fabric_tunes_while_passes_reach_modules_in_any_order(duo) -> None:
         assert found["switches"] >= 2
 
 
-def test_a_second_job_starts_with_the_plan_that_the_first_one_found(duo, tmp_path) -> None:
-    for first, second in duo.run(tuning_jobs.remembered, folder=str(tmp_path)):
+@pytest.mark.parametrize("described", [True, False], ids=["described", "measured"])
+def test_a_second_job_starts_with_the_plan_that_the_first_one_found(duo, tmp_path, described: bool) -> None:
+    for first, second in duo.run(tuning_jobs.remembered, folder=str(tmp_path), described=described):
         assert first["tuning"].startswith("ended")
         assert first["trials"]
         assert "which an earlier job found on" in second["reason"]
+        assert second["first"] == first["plan"]
         assert len(second["candidates"]) <= 2
+        assert second["costs"]  # of its hosts, which it has measured
+        assert ("described" in second["links"]) == described
     (entry,) = TuningCache(tmp_path).entries()
     assert entry.entry is not None
     assert entry.entry.plan.fingerprint == second["plan"]  # the first one's, unless DDP's was faster this time
     assert entry.entry.cluster.name == "pair"
+
+
+@pytest.mark.parametrize("options", sweep([{}, {"overlap": "step"}], [{}]), ids=str)
+def test_a_job_goes_on_with_the_trials_of_one_that_ended_before_them(duo, tmp_path, options: dict[str, Any]) -> None:
+    for first, second in duo.run(tuning_jobs.interrupted, folder=str(tmp_path), **options):
+        (trial,) = first["trials"]
+        assert first["kept"] == first["plan"] == trial["plan"]
+        assert first["unfinished"]
+        assert second["first"] == first["plan"]
+        assert "the fastest so far in the trials of an earlier job, which ended before them" in second["reason"]
+        assert len(second["candidates"]) > 2
+        assert len({*second["plans"]}) == len(second["plans"])
+        assert second["trials"]
+        assert second["tuning"].startswith("ended")
+        assert not second["unfinished"]
+        assert second["kept"] == second["plan"]
+
+
+def test_a_plan_for_slow_links_is_not_taken_once_links_have_recovered(duo, tmp_path) -> None:
+    for first, second in duo.run(tuning_jobs.recovered_links, folder=str(tmp_path)):
+        assert "predicted for measured" in first["reason"]
+        assert "an earlier job" not in second["reason"]
+        assert "links measured in 0.1 s" in second["links"]
+        assert second["cluster"] == "pair"
 
 
 def test_ranks_that_decide_differently_are_an_error_before_the_next_step(duo) -> None:
@@ -237,6 +265,12 @@ def test_links_that_change_are_planned_for_again(duo, options: dict[str, Any]) -
         assert "measured" in found["report"]["links"]
         assert found["report"]["checks"][0].startswith("links were measured again in ")
         assert "predicted for measured" in found["report"]["reason"]
+
+
+def test_links_that_become_slow_during_trials_are_measured_after_them(duo) -> None:
+    for checks in duo.run(tuning_jobs.slowing_trials):
+        assert len(checks) == 1
+        assert "because a step takes 0.2 s, and 0.1 s before or in its trials. They have not changed." in checks[0]
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["while tuning", "after it"])

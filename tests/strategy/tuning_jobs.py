@@ -36,13 +36,14 @@ from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
-from lightning_autosync.measure.probe.quick import compare_rates
+from lightning_autosync.measure.probe.quick import JobSurvey, compare_rates
 from lightning_autosync.plan import Compressor, builders
 from lightning_autosync.replay import Constants
+from lightning_autosync.search.memory import TuningCache
 from lightning_autosync.strategy import resolution
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.replica_comparison import WeightComparison
-from lightning_autosync.strategy.tuning import job_tuning, live, memory, opening, proposals
+from lightning_autosync.strategy.tuning import job_tuning, live, memory, opening, preparation, proposals
 from lightning_autosync.strategy.tuning.contest import Contest
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
@@ -375,16 +376,74 @@ def _train_with_fabric(strategy: Any) -> nn.Module:
     return module
 
 
-def remembered(folder: str) -> list[dict[str, Any]]:
+class NotesFirstPlan(Callback):
+    """Notes the fingerprint of the plan that synchronizes the first step."""
+
+    plan = ""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, AutoSyncStrategy)
+        assert trainer.strategy.plan is not None
+        self.plan = self.plan or trainer.strategy.plan.fingerprint
+
+
+@contextmanager
+def seen_links(cluster: ClusterSpec, costs: Constants) -> Iterator[None]:
+    """In this context, jobs seem to run on these nodes, whose hosts have these costs."""
+
+    def compare(described: ClusterSpec, timeout: float) -> list[str]:
+        assert timeout > 0
+        return ["a test says so"] * (described.name != cluster.name and dist.get_rank() == 0)
+
+    with (
+        mock.patch.object(JobTuning, "_why_untuned", return_value=""),  # as on two hosts
+        mock.patch.object(proposals, "survey_job", return_value=JobSurvey(cluster, 0.1, 2, None)),
+        mock.patch.object(preparation, "compare_rates", compare),
+        mock.patch.object(proposals, "host_constants", return_value=costs),
+        mock.patch.object(preparation, "host_constants", return_value=costs),
+    ):
+        yield
+
+
+COSTS = Constants(cores=2)
+
+
+def remembered(folder: str, described: bool) -> list[dict[str, Any]]:
     """What two jobs report, one after the other, that remember plans in a folder."""
     found = []
     for _ in range(2):
-        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=2, cache=folder))
-        with hurrying():
-            jobs.fit("Plain", strategy, max_epochs=12)
+        tuning = replace(SHORT, probe=1.0, plans=2, cache=folder)
+        strategy, first = AutoSyncStrategy(cluster=PAIR if described else None, tuning=tuning), NotesFirstPlan()
+        with seen_links(PAIR, COSTS), hurrying(), mock.patch.object(DriftWatch, "record", return_value=""):
+            jobs.fit("Plain", strategy, max_epochs=12, callbacks=[first])
         report = strategy.report()
         assert report is not None
-        found.append(report.to_dict())
+        found.append({**report.to_dict(), "first": first.plan, "costs": report.constants == COSTS})
+    return found
+
+
+def interrupted(folder: str, **options: Any) -> list[dict[str, Any]]:
+    """What two jobs report that remember plans in a folder; the first one ends after a trial whose plan was faster."""
+    found, after_pass, ending = list[dict[str, Any]](), LiveTuner.after_pass, EndsWhenTried()
+
+    def note(self: LiveTuner) -> str:
+        reason = after_pass(self)
+        ending.tried = not found and bool(self.trials)
+        return reason
+
+    for _ in range(2):
+        tuning, first = replace(SHORT, search=60.0, plans=2, cache=folder), NotesFirstPlan()
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=tuning, **options)
+        with counted_switches(), mock.patch.object(LiveTuner, "after_pass", note):
+            jobs.fit("Plain", strategy, max_epochs=24, callbacks=[first, ending])
+        report = strategy.report()
+        assert report is not None
+        dist.barrier()  # rank 0 may still write
+        (entry,) = TuningCache(folder).entries()
+        assert entry.entry is not None
+        kept = {"kept": entry.entry.plan.fingerprint, "unfinished": entry.entry.unfinished}
+        plans = [each.plan.fingerprint for each in report.resolution.alternatives]
+        found.append({**report.to_dict(), **kept, "first": first.plan, "plans": plans})
     return found
 
 
@@ -596,15 +655,19 @@ def other_settings() -> str:
     return jobs.error_of("Plain", cluster=PAIR, tuning=tuning)
 
 
-def changing_links(**options: Any) -> dict[str, Any]:
+SLOW = ClusterSpec.uniform(2, bandwidth="100 Mbit/s", name="slow")
+
+
+def changing_links(cluster: ClusterSpec | None = PAIR, cache: str | None = None, **options: Any) -> dict[str, Any]:
     """How far a job ends from DDP whose links are found to be slower in the middle, and what it reports."""
-    slow = JobLinks(ClusterSpec.uniform(2, bandwidth="100 Mbit/s", name="slow"), Constants(), origin="measured")
+    slow = JobLinks(SLOW, Constants(), origin="measured")
     windows = count()
 
     def record(self: DriftWatch, window: PassTimes) -> str:
         return "a test says so" if next(windows) == 2 else ""
 
-    strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1), **options)
+    tuning = replace(SHORT, probe=1.0, plans=1, cache=cache)
+    strategy = AutoSyncStrategy(cluster=cluster, tuning=tuning, **options)
     with (
         mock.patch.object(DriftWatch, "record", record),
         mock.patch.object(job_tuning, "find_links", return_value=slow),
@@ -618,6 +681,43 @@ def changing_links(**options: Any) -> dict[str, Any]:
     report = strategy.report()
     assert report is not None
     return {"distance": jobs.distance(ours, theirs), "report": report.to_dict(), "windows": next(windows)}
+
+
+def recovered_links(folder: str) -> list[dict[str, Any]]:
+    """What two jobs report: the links of the first one become slow, and are as before when the second one begins."""
+    with seen_links(PAIR, COSTS):
+        first = changing_links(cluster=None, cache=folder)["report"]
+        (entry,) = TuningCache(folder).entries()
+        assert entry.entry is not None
+        assert entry.entry.cluster == SLOW
+        strategy = AutoSyncStrategy(tuning=replace(SHORT, probe=1.0, cache=folder))
+        jobs.fit("Plain", strategy, max_epochs=1)
+    second = strategy.report()
+    assert second is not None
+    return [first, {**second.to_dict(), "cluster": second.resolution.cluster.name}]
+
+
+def slowing_trials() -> list[str]:
+    """Why a job measures its links after its trials, in which steps begin to take twice as long."""
+    takes, take = count(), AgreedTimes.take
+
+    def slowed(self: AgreedTimes) -> PassTimes:
+        take(self)
+        return PassTimes(0.1 if next(takes) < 6 else 0.2, 0.0, 0.05)
+
+    links = JobLinks(PAIR, Constants(), origin="measured")
+    with (
+        mock.patch.object(AgreedTimes, "take", slowed),
+        mock.patch.object(job_tuning, "find_links", return_value=links),
+        mock.patch.object(proposals, "compare_rates", return_value=[]),
+        hurrying(),
+    ):
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1))
+        jobs.fit("Plain", strategy, max_epochs=12)
+    report = strategy.report()
+    assert report is not None
+    assert report.trials
+    return list(report.checks)
 
 
 def calls_of_steps(ended: bool) -> dict[str, Any]:

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from lightning_autosync.search.memory.cache import Remembered, TuningCache
 from lightning_autosync.search.memory.entry import Evidence, StepTime, TunedPlan, TuningKey
-from lightning_autosync.search.memory.nearness import Source
 
-__all__ = ["Evidence", "Remembered", "Source", "StepTime", "TunedPlan", "TuningCache", "TuningKey"]
+__all__ = ["Evidence", "Remembered", "StepTime", "TunedPlan", "TuningCache", "TuningKey"]

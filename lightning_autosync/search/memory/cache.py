@@ -17,7 +17,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import MOST_BYTES, parse_json, write_text, writing
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.search.memory.entry import TunedPlan, TuningKey
-from lightning_autosync.search.memory.nearness import Source, nearest
+from lightning_autosync.search.memory.nearness import nearest
 
 VARIABLE = "LIGHTNING_AUTOSYNC_CACHE"
 """Environment variable with the directory; empty for none."""
@@ -98,8 +98,8 @@ class TuningCache:
             os.utime(path)
         return entry
 
-    def nearest(self, key: TuningKey, cluster: ClusterSpec | None = None) -> list[Source]:
-        """Entries of other keys, nearest first; see :func:`lightning_autosync.search.memory.nearness.nearest`.
+    def nearest(self, key: TuningKey, cluster: ClusterSpec) -> list[TunedPlan]:
+        """Entries whose plans suit a job, nearest first; see :func:`lightning_autosync.search.memory.nearness.nearest`.
 
         Only the `MOST_COMPARED` entries that were used last are looked at. Files that cannot be read are left out.
         """

@@ -136,10 +136,11 @@ class TunedPlan(Document):
         key: the job.
         plan: the plan.
         origin: the source of the plan in a few words, for example ``packed trees``.
-        cluster: the cluster as the job found it, with its rates.
+        cluster: the cluster as the job found it, with the rates of its links.
         evidence: predicted and measured step times.
         written: time at which the entry was written.
         torch: torch's whole version.
+        unfinished: whether the job ended before its trials did.
     """
 
     FORMAT: ClassVar[str] = "autosync-tuned/1"
@@ -151,6 +152,7 @@ class TunedPlan(Document):
     evidence: Evidence
     written: AwareDatetime
     torch: Text
+    unfinished: bool = False
 
     @field_validator("plan", "cluster", mode="before")
     @classmethod
@@ -168,6 +170,8 @@ class TunedPlan(Document):
         for name, found in (("plan.world_size", self.plan.world_size), ("cluster", self.cluster.world_size)):
             if found != ranks:
                 raise ValueError(f"{name}: {found} ranks, but key.hosts has {ranks}")
+        if not self.cluster.measured:
+            raise ValueError("cluster: the rates of its links are missing, but a job that tunes itself knows them")
         if self.plan.workload not in (None, workload.variables_fingerprint):
             raise ValueError("plan.workload: the plan was made for other parameters than those of key.workload")
         named = {name for group in self.plan.groups for name in group.variables}

@@ -1,86 +1,44 @@
-"""The entries of other jobs from which a job can start, nearest first."""
+"""The entries of other jobs whose plans a search can start with, nearest first."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
-from lightning_autosync.plan import SEMANTICS
 from lightning_autosync.search.memory.entry import TunedPlan, TuningKey
 
-RATE_STEP = 1.25
-"""Factor between rates that count as one step apart; measured rates vary by less."""
+NEAR = 1.25
+"""Largest factor between rates that count as near; measured rates vary by less."""
 
 MOST_NODES = 32
 """Number of nodes, evenly chosen, whose rates are compared: the time to route all pairs grows with their square."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """An entry of another job.
+def nearest(key: TuningKey, cluster: ClusterSpec, entries: Iterable[TunedPlan]) -> list[TunedPlan]:
+    """The entries with the key's model and settings, equal places of ranks and near rates, nearest first.
 
-    Attributes:
-        entry: the entry. Its plan fits the job only if ``same_model`` is True and the number of ranks is equal.
-        same_model: whether names, shapes, dtypes and kinds of the parameters are equal.
-        same_hosts: whether each rank is on the same host.
-        rate_steps: largest difference of rates, in steps of a factor `RATE_STEP`; None if it is unknown.
-    """
-
-    entry: TunedPlan
-    same_model: bool
-    same_hosts: bool
-    rate_steps: int | None
-
-
-def nearest(key: TuningKey, cluster: ClusterSpec | None, entries: Iterable[TunedPlan]) -> list[Source]:
-    """The entries with the key's model, hosts or rates, nearest first.
-
-    The order is by difference of rates, then the same model before others, then by the ratio of the models' bytes, then
-    newest first. Entries with the key's own fingerprint, for other devices, or with plans that the key's semantics do
-    not allow are left out.
+    Hosts and versions may differ. Entries with equally near rates are in the order newest first.
 
     Args:
         key: key of the job.
-        cluster: the job's cluster; None if no rate is known yet, so equal hosts count as equal rates.
+        cluster: the job's cluster, with rates.
         entries: the entries.
     """
-    own = None if cluster is None or not cluster.measured else _shares(cluster)
-    allowed = SEMANTICS.index(key.semantics)
-    found = []
+    own, found = _shares(cluster), list[tuple[float, float, TunedPlan]]()
     for entry in entries:
-        if entry.key.fingerprint == key.fingerprint or entry.key.device != key.device:
-            continue
-        if SEMANTICS.index(entry.plan.semantics) > allowed:
-            continue
-        same_model, same_hosts = entry.key.model == key.model, entry.key.hosts == key.hosts
-        if own is None:
-            steps = 0 if same_hosts else None
-        else:
-            assert cluster is not None
-            steps = _difference(own, entry.cluster) if entry.cluster.rank_nodes == cluster.rank_nodes else None
-        if same_model or same_hosts or steps is not None:
-            found.append(Source(entry, same_model, same_hosts, steps))
-    size = key.workload.bytes
-    return sorted(found, key=lambda source: _order(source, size))
+        if entry.cluster.rank_nodes == cluster.rank_nodes and _settings(entry.key) == _settings(key):
+            ratio = numpy.exp(numpy.abs(numpy.log(own / _shares(entry.cluster)))).max(initial=1.0)
+            found.append((round(float(ratio), 2), -entry.written.timestamp(), entry))
+    return [entry for ratio, _, entry in sorted(found, key=lambda each: each[:2]) if ratio <= NEAR]
 
 
-def _order(source: Source, size: int) -> tuple[float, bool, float, float]:
-    steps = math.inf if source.rate_steps is None else source.rate_steps
-    ratio = abs(math.log(max(source.entry.key.workload.bytes, 1) / max(size, 1)))
-    return steps, not source.same_model, ratio, -source.entry.written.timestamp()
-
-
-def _difference(own: NDArray[numpy.float64], cluster: ClusterSpec) -> int | None:
-    """Steps by which rates differ at most from those of a cluster with equal placement of ranks; None if unknown."""
-    if not cluster.measured:
-        return None
-    ratios = numpy.abs(numpy.log(own / _shares(cluster)))
-    return round(float(ratios.max(initial=0.0)) / math.log(RATE_STEP))
+def _settings(key: TuningKey) -> tuple[object, ...]:
+    """What has to be equal so that a plan of one key serves another."""
+    return key.model, key.device, key.semantics, key.bucket_bytes, key.overlap
 
 
 def _shares(cluster: ClusterSpec) -> NDArray[numpy.float64]:

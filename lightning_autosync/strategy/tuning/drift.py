@@ -12,7 +12,7 @@ WINDOW = 5
 CHANGED = 0.1
 """Relative change of a pass that counts, if computation does not explain it."""
 UNLIKE = 0.25
-"""Relative excess over the step time of an earlier job up to which its links are taken for those of this job."""
+"""Relative excess over an earlier step time of the plan up to which links are taken to be as they were then."""
 LEAST_CHANGE = 0.005
 """Seconds of such a change. Smaller ones are noise, and would not repay the seconds of a measurement."""
 _CONFIRMED = 2
@@ -38,13 +38,24 @@ class DriftWatch:
     """
 
     def __init__(self, changes: int = 0, remembered: float | None = None) -> None:
-        self._remembered = remembered
+        self._earlier: list[tuple[float, str]] = []
+        if remembered is not None:
+            self.compare_with(remembered, "in the job whose plan is used")
         self._first: list[PassTimes] = []
         self._usual: PassTimes | None = None
         self._confirmed = _CONFIRMED << max(0, changes - 1)
         self._strikes: list[float] = []
         self._windows = 0
         self._spot = _SPOT << (changes - 1) if changes else 0
+
+    def compare_with(self, seconds: float, when: str) -> None:
+        """Let links be measured if passes right after tuning take much longer than so many seconds.
+
+        Args:
+            seconds: seconds of an earlier pass with the same plan.
+            when: when that was, for messages.
+        """
+        self._earlier.append((seconds, when))
 
     def record(self, window: PassTimes) -> str:
         """Record the medians of a window; returns why links should be measured again, empty if they need not."""
@@ -53,7 +64,7 @@ class DriftWatch:
             self._first.append(window)
             if len(self._first) == _CONFIRMED:
                 self._usual = median_times(self._first)
-                return self._compare_with_memory(self._usual.period)
+                return self._compare(self._usual.period)
             return ""
         change = window.period - self._usual.period - (window.compute - self._usual.compute)
         relative = change / self._usual.period
@@ -69,11 +80,12 @@ class DriftWatch:
             return "links changed before in this job"
         return ""
 
-    def _compare_with_memory(self, period: float) -> str:
-        remembered, self._remembered = self._remembered, None
-        if remembered is None or period - remembered < max(UNLIKE * remembered, LEAST_CHANGE):
-            return ""
-        return f"a step takes {period:.3g} s, and {remembered:.3g} s in the job whose plan is used"
+    def _compare(self, period: float) -> str:
+        earlier, self._earlier = self._earlier, []
+        for seconds, when in earlier:
+            if period - seconds >= max(UNLIKE * seconds, LEAST_CHANGE):
+                return f"a step takes {period:.3g} s, and {seconds:.3g} s {when}"
+        return ""
 
 
 def median_times(times: Sequence[PassTimes]) -> PassTimes:

@@ -237,7 +237,7 @@ class JobTuning:
     def _prices(self) -> PlanPrices | None:
         """Predictions to be made during training; None where an earlier job has measured the plan."""
         found = self.resolution
-        if self._preparation is None or self._preparation.remembered is not None or len(self._schedules) == 1:
+        if self._preparation is None or self._preparation.expected is not None or len(self._schedules) == 1:
             return None
         assert self._settings.tuning is not None
         overlaps = self._settings.overlap is not None
@@ -309,13 +309,17 @@ class JobTuning:
             self._meter.add(tuner.trace, schedule)
         if reason:
             return self._measure_again(reason)
-        if tuner.ended and not ended and dist.get_rank(self._group) == 0:
-            assert self._preparation is not None
-            assert self._settings.tuning is not None
-            # Without the plan that ranks could not open, the search of this job was not complete.
-            if not self._fell_back:
-                remember(self._preparation, tuner, self._settings.tuning.cache)
+        if tuner.ended and not ended:
+            self._remember(tuner)
         return False
+
+    def _remember(self, tuner: LiveTuner) -> None:
+        """Keep what the tuner has found so far for later jobs."""
+        assert self._preparation is not None
+        assert self._settings.tuning is not None
+        # Without the plan that ranks could not open, the search of this job was not complete.
+        if dist.get_rank(self._group) == 0 and not self._fell_back:
+            remember(self._preparation, tuner, self._settings.tuning.cache)
 
     def report(self) -> TuningReport:
         """What was chosen and tried so far, and why."""
@@ -366,6 +370,8 @@ class JobTuning:
             if (tuner := self._tuner) is not None:
                 self._tuner, self._ended = None, tuner.state
                 self._trials += tuner.trials
+                if not tuner.ended and any(trial.accepted for trial in tuner.trials):
+                    self._remember(tuner)
                 self._resolution = replace(self.resolution, alternatives=tuner.alternatives)
                 tuner.close()
         finally:

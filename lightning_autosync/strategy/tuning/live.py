@@ -230,9 +230,7 @@ class LiveTuner:
         If trials have not ended, a line in the log tells what they have found so far.
         """
         if not self._ended and not self._tuner.finished:
-            rank_zero_info(
-                f"AutoSync: these trials stopped before their end, so nothing is remembered: {self.summary()}"
-            )
+            rank_zero_info(f"AutoSync: these trials stopped before their end: {self.summary()}")
         if self._prices is not None:
             self._prices.stop()
         self._times.forget()
@@ -360,6 +358,8 @@ class LiveTuner:
         self._times.forget()
         self._switch(self._tuner.present)
         self._close_others()
+        if self._drift is not None:
+            self._drift.compare_with(self._tuner.earliest[self._tuner.present], "before or in its trials")
         rank_zero_info(f"AutoSync: {self.summary()}")
 
     def summary(self) -> str:

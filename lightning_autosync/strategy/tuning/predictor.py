@@ -49,7 +49,12 @@ class Predictor:
         self._errors: IO[bytes] | None = None
 
     def search(
-        self, workload: Workload, cluster: ClusterSpec, constants: Constants, **options: Any
+        self,
+        workload: Workload,
+        cluster: ClusterSpec,
+        constants: Constants,
+        known: Sequence[tuple[str, SyncPlan]] = (),
+        **options: Any,
     ) -> list[dict[str, Any]]:
         """The fields of each `PredictedPlan` as plain data; arguments as for `rank_plans`.
 
@@ -58,6 +63,7 @@ class Predictor:
             PredictorError: the search or its process failed.
         """
         order = {**_common(workload, cluster, constants), "beside": False, "options": options}
+        order["known"] = [(name, plan.to_dict()) for name, plan in known]
         found: list[dict[str, Any]] = self._ask(order, SEARCH_PATIENCE + options.get("seconds", 0.0))["plans"]
         return found
 

@@ -12,10 +12,14 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_autosync.cluster import ClusterSpec, ring_time
 from lightning_autosync.engine.collectives import broadcast_json, gather_json
 from lightning_autosync.engine.connections import own_address
-from lightning_autosync.plan import builders
-from lightning_autosync.plan.builders.default import NATIVE
+from lightning_autosync.measure.probe.hosts import host_constants
+from lightning_autosync.measure.probe.quick import compare_rates
+from lightning_autosync.plan import SyncPlan, builders, signature
+from lightning_autosync.plan.builders.default import NATIVE, is_native
+from lightning_autosync.plan.builders.rows import place_rows
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import Evidence, TunedPlan, TuningCache, TuningKey
 from lightning_autosync.strategy.agreement import agree
@@ -24,7 +28,7 @@ from lightning_autosync.strategy.resolution import checked_workload
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative, LiveTuner
 from lightning_autosync.strategy.tuning.proposals import DESCRIBED, JobLinks, Proposals, find_links, propose
-from lightning_autosync.strategy.tuning.settings import DEFAULT_CACHE
+from lightning_autosync.strategy.tuning.settings import DEFAULT_CACHE, TuningSettings
 from lightning_autosync.workload import Workload
 
 
@@ -37,7 +41,7 @@ class Preparation:
         key: key of the job in the memory.
         proposals: plans that fit; None if rates are unknown, or all ranks are on one host.
         remembered: fingerprint of the plan that an earlier job found; None without one.
-        expected: seconds of a step in that job.
+        expected: seconds of a step in that job; None if its trials had not ended, so that this job goes on with them.
     """
 
     links: JobLinks
@@ -64,7 +68,8 @@ def prepare(
 ) -> Preparation:
     """Find hosts, links and plans of a job; collective.
 
-    A plan that an earlier job of the same key has found is proposed at once, without a measurement.
+    A plan that an earlier job of the same key has found is proposed without a search, if its links still have the rates
+    that this job knew. If that job ended before its trials did, its plan comes first among those of a new search.
 
     Args:
         settings: settings of the strategy, with ``tuning``.
@@ -85,21 +90,29 @@ def prepare(
     )
     hosts = gather_json(f"{gethostname()} {own_address()}", group)
     key = TuningKey.of(workload, hosts, device, settings.semantics, settings.bucket_bytes, settings.overlap)
+    entry = _recall(key, settings, group) if links is None else None
     if links is None:
-        if (entry := _recall(key, settings, group)) is not None:
-            return _of_entry(entry, workload, key, settings.cluster is not None)
+        if entry is not None and not entry.unfinished:
+            costs = host_constants() if tuning.probe else Constants()
+            return _of_entry(entry, workload, key, settings.cluster is not None, costs)
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
     constants = links.constants.model_copy(update={"accelerated": device != "cpu"})
-    proposals, fault = propose(workload, replace(links, constants=constants), settings, group)
-    return Preparation(replace(links, fault=fault), workload, key, proposals)
+
+    def known() -> list[tuple[str, SyncPlan]]:
+        return [*([] if entry is None else [_named(entry)]), *_near_plans(key, links.cluster, tuning)]
+
+    proposals, fault = propose(workload, replace(links, constants=constants), settings, group, known)
+    found = Preparation(replace(links, fault=fault), workload, key, proposals)
+    return found if entry is None or proposals is None else _beginning_with(entry, found, proposals)
 
 
 def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> None:
     """Keep the plan that a job found, for later jobs of the same key; call it on rank 0. It raises no errors."""
     plan = tuner.present
-    if cache is None or preparation.remembered == plan.plan.fingerprint:
+    known = preparation.expected is not None and preparation.remembered == plan.plan.fingerprint
+    if cache is None or known:
         return  # the entry of the earlier job has more evidence
     try:
         measured, compared = tuner.evidence
@@ -117,6 +130,7 @@ def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> N
             evidence=evidence,
             written=datetime.now(timezone.utc),
             torch=torch.__version__,
+            unfinished=not tuner.ended,
         )
     except ValueError as error:  # training must not end because its plan cannot be remembered
         rank_zero_warn(f"the tuned plan is not remembered for later jobs: {error}")
@@ -131,12 +145,62 @@ def forget(preparation: Preparation, cache: str | None) -> None:
         rank_zero_info("AutoSync: this plan of an earlier job is forgotten; the next job searches plans again")
 
 
+_OF_EARLIER_JOB = ", of an earlier job"
+_MOST_NEAR = 3
+"""Number of plans of other jobs that a search prices: it has seconds for all plans."""
+
+
+def _near_plans(key: TuningKey, cluster: ClusterSpec, tuning: TuningSettings) -> list[tuple[str, SyncPlan]]:
+    """Names and plans that jobs of the same model have found on other hosts with such links; call it on rank 0.
+
+    Native plans are left out, because each search has such.
+    """
+    if tuning.cache is None:
+        return []
+    found = dict[str, tuple[str, SyncPlan]]()
+    for entry in _memory(tuning.cache).nearest(key, cluster):
+        if not is_native(_source(entry)):
+            found.setdefault(entry.plan.fingerprint, _named(entry))
+    return list(found.values())[:_MOST_NEAR]
+
+
+def _named(entry: TunedPlan) -> tuple[str, SyncPlan]:
+    """The plan of an earlier job with a name that says so. It waits only where a search lets its plans wait."""
+    name = f"{_source(entry)}{_OF_EARLIER_JOB} ({entry.written:%Y-%m-%d})"
+    return name, entry.plan.model_copy(update={"waits": False})
+
+
+def _source(entry: TunedPlan) -> str:
+    """The name of a plan without what jobs have added to it."""
+    return entry.origin.partition(_OF_EARLIER_JOB)[0].removesuffix(", waiting")
+
+
+def _beginning_with(entry: TunedPlan, found: Preparation, proposals: Proposals) -> Preparation:
+    """The preparation with the plan of an earlier job first, if the search has priced it."""
+
+    def is_other(plan: SyncPlan) -> bool:
+        return (signature(plan), plan.waits) != (signature(entry.plan), entry.plan.waits)
+
+    first, *others = sorted(proposals.plans, key=lambda each: is_other(each.plan))
+    if is_other(first.plan):
+        return found
+    reason = (
+        f"{first.name}, the fastest so far in the trials of an earlier job, which ended before them; the search alone "
+        f"chooses {proposals.reason}"
+    )
+    return replace(found, proposals=Proposals([first, *others], reason), remembered=first.plan.fingerprint)
+
+
 def _memory(cache: str) -> TuningCache:
     return TuningCache(None if cache == DEFAULT_CACHE else cache)
 
 
 def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup | None) -> TunedPlan | None:
-    """The entry of an earlier job on rank 0's disk; collective."""
+    """The entry of an earlier job on rank 0's disk; collective.
+
+    Links that no user describes are compared with its rates, since they may have changed, or may have been slow while
+    that job ran.
+    """
     assert settings.tuning is not None
     cache, found = settings.tuning.cache, None
     if cache is not None and dist.get_rank(group) == 0:
@@ -145,15 +209,32 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
         if entry is not None and (described is None or described.fingerprint == entry.cluster.fingerprint):
             found = entry.to_dict()
     found = broadcast_json(found, group)
-    return None if found is None else TunedPlan.from_dict(found, source="the tuning cache of rank 0")
+    if found is None:
+        return None
+    entry = TunedPlan.from_dict(found, source="the tuning cache of rank 0")
+    if settings.cluster is None and (far := broadcast_json(compare_rates(entry.cluster, settings.timeout), group)):
+        rank_zero_info(
+            "AutoSync: plans are searched, because the links are not as an earlier job, whose plan is remembered, "
+            f"described them: {'; '.join(far)}"
+        )
+        return None
+    return entry
 
 
-def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey, described: bool) -> Preparation:
-    """The plan of an earlier job; DDP's plan is tried against it, in case that job was disturbed."""
+def _of_entry(
+    entry: TunedPlan, workload: Workload, key: TuningKey, described: bool, constants: Constants
+) -> Preparation:
+    """The plan of an earlier job; DDP's plan may be tried against it, in case that job was disturbed."""
     expected = entry.evidence.measured.seconds
-    ddp = Alternative(builders.build(NATIVE, workload, entry.cluster), NATIVE, expected, native=True)
+    sizes = {} if key.bucket_bytes is None else {"bucket_bytes": key.bucket_bytes}
+    native = place_rows(builders.build(NATIVE, workload, entry.cluster, **sizes), workload, entry.cluster)
+    # Links need at least so long for an all-reduce.
+    dense = sum(variable.bytes for variable in workload.variables if variable.kind == "dense")
+    ddp = Alternative(native, NATIVE, max(expected, ring_time(entry.cluster, dense)), native=True)
     if key.overlap is not None:
         ddp = ddp.waiting()
+    if measured := [each.seconds for each in entry.evidence.compared if each.plan == ddp.plan.fingerprint]:
+        ddp = replace(ddp, predicted=measured[0])
     plans = [Alternative(entry.plan, entry.origin, expected, native=entry.plan.fingerprint == ddp.plan.fingerprint)]
     if not plans[0].native:
         plans.append(ddp)
@@ -163,5 +244,5 @@ def _of_entry(entry: TunedPlan, workload: Workload, key: TuningKey, described: b
     )
     # Without a description: that job may have measured its links, or its user has described them.
     origin = DESCRIBED if described else f"links as known to an earlier job on {entry.written:%Y-%m-%d}"
-    links = JobLinks(entry.cluster, Constants(), origin=origin)
+    links = JobLinks(entry.cluster, constants, origin=origin)
     return Preparation(links, workload, key, Proposals(plans, reason), entry.plan.fingerprint, expected)

@@ -136,20 +136,31 @@ def compare_links(known: JobLinks, found: JobLinks) -> tuple[str, dict[str, Any]
     return f"{which} have not changed.", None
 
 
+KnownPlans = Callable[[], Sequence[tuple[str, SyncPlan]]]
+"""Finds plans by name that were made before."""
+
+
 def propose(
-    workload: Workload, links: JobLinks, settings: StrategySettings, group: dist.ProcessGroup | None
+    workload: Workload,
+    links: JobLinks,
+    settings: StrategySettings,
+    group: dist.ProcessGroup | None,
+    known: KnownPlans = tuple,
 ) -> tuple[Proposals | None, str]:
     """Search for plans on rank 0 while the others wait; collective.
 
     Without numba the search is not possible, and plans are compared by formulas alone. The reason then says so. Where
     steps may overlap, plans whose steps wait are among those that may be tried, behind all others.
 
+    Args:
+        known: finds further plans, on rank 0, that the search compares with its own.
+
     Returns:
         The plans; None with the reason if the search failed.
     """
     tuning = settings.tuning
     assert tuning is not None
-    found = _first_rank_result(lambda: _search(workload, links, settings, tuning), settings.timeout, group)
+    found = _first_rank_result(lambda: _search(workload, links, settings, tuning, known), settings.timeout, group)
     if "fault" in found:
         rank_zero_warn(f"AutoSync: {found['fault']}")
         return None, found["fault"]
@@ -204,16 +215,18 @@ def _search_options(
     }
 
 
-def _search(workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings) -> dict[str, Any]:
+def _search(
+    workload: Workload, links: JobLinks, settings: StrategySettings, tuning: TuningSettings, known: KnownPlans
+) -> dict[str, Any]:
     """Plans with their predicted times, fastest first, and a remark for the reason, as plain data.
 
     With overlap, also the plans that may be tried ``waiting``: those of a job without overlap.
     """
-    overlaps = settings.overlap is not None
+    overlaps, earlier = settings.overlap is not None, known()
 
     def search(overlaps: bool = False, balances: bool = True) -> list[dict[str, Any]]:
         options = _search_options(tuning, settings.bucket_bytes, overlaps, balances, settings.semantics)
-        return PREDICTOR.search(workload, links.cluster, links.constants, **options)
+        return PREDICTOR.search(workload, links.cluster, links.constants, earlier, **options)
 
     try:
         plans = search(overlaps=overlaps)

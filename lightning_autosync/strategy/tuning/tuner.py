@@ -51,8 +51,8 @@ class Candidate:
         name: name for people, such as that of its builder.
         predicted: predicted seconds of a step.
         always: whether it is tried first, also if it is predicted to be slower. DDP's plan is, so that no plan is kept
-            that was measured to be slower than it. It is not tried where it would be given up soon: if `reprice` gave
-            it more than `GIVE_UP` times the time of the present plan, predicted and measured.
+            that was measured to be slower than it. It is not tried where it would be given up soon: if it is predicted
+            to take more than `GIVE_UP` times the time of the present plan, predicted and measured.
         native: whether the backend's all-reduce carries all its messages. Predictions of such plans err alike, and so
             do those of all others.
         messages: number of its messages. Predictions of plans with many messages err alike.
@@ -115,6 +115,7 @@ class Tuner:
     Attributes:
         present: index of the present plan.
         trials: outcomes so far.
+        earliest: seconds of a pass by present plan, when it was first known.
         finished: why tuning ended; empty before.
     """
 
@@ -129,7 +130,7 @@ class Tuner:
         late: int = 0,
     ) -> None:
         self._candidates = list(candidates)
-        self._plans, self._priced, self._repriced = plans, priced, False
+        self._plans, self._priced = plans, priced
         self._left = list(range(1, len(candidates)))
         self._warm_up, self._passes = warm_up, passes
         self._horizon = horizon
@@ -144,6 +145,7 @@ class Tuner:
         self._clear_losses: Counter[tuple[bool, bool]] = Counter()
         self.present = 0
         self.trials: list[Trial] = []
+        self.earliest: dict[int, float] = {}
         self.finished = ""
 
     @property
@@ -216,7 +218,6 @@ class Tuner:
         if predicted:
             known = zip(self._candidates, predicted, strict=True)
             self._candidates = [replace(each, predicted=seconds) for each, seconds in known]
-            self._repriced = True
         self._priced = True
 
     def give_up(self) -> None:
@@ -226,6 +227,7 @@ class Tuner:
 
     def _begin_contest(self) -> None:
         """Begin to try the next candidate, or finish."""
+        self.earliest.setdefault(self.present, self.usual_seconds)
         candidate = max(self._left, key=self._worth, default=None)
         worth = -math.inf if candidate is None else self._worth(candidate)
         if candidate is not None and worth > 0 and self._tried < self._plans:
@@ -262,8 +264,7 @@ class Tuner:
         other, own = self._candidates[candidate], self._candidates[self.present]
         if other.always or (other is self._best_waiting and not own.waits):
             present = max(own.predicted, self.usual_seconds)
-            too_slow = self._repriced and other.predicted > GIVE_UP * present
-            return -math.inf if too_slow else math.inf
+            return -math.inf if other.predicted > GIVE_UP * present else math.inf
         if other.kind != own.kind and self._clear_losses[other.kind] >= _CLEAR_LOSSES:
             return -math.inf
         differences = self._differences(candidate)

@@ -100,6 +100,12 @@ def test_what_is_unknown_is_said_to_be() -> None:
     told = "\n".join(part for part in describe_tuned(found) if isinstance(part, str))
     assert "plan: bandwidth-proportional shards; no prediction" in told
     assert "messages: 5 bytes" in told
+    assert "trials" not in told
+
+
+def test_show_says_that_a_job_ended_before_its_trials() -> None:
+    told = "\n".join(part for part in describe_tuned(tuned(unfinished=True)) if isinstance(part, str))
+    assert "after 300 synchronized steps, before its trials had ended" in told
 
 
 def test_clear_removes_one_or_all_or_what_is_old(plans: TuningCache, command: Command) -> None:

@@ -88,6 +88,24 @@ def test_a_slow_link_gets_something_faster_than_native(found: list[PredictedPlan
     assert found[0].seconds < 0.8 * seconds(builders.all_reduce(LAYERS, STAR))
 
 
+def test_plans_that_were_known_before_take_part_under_their_names(found: list[PredictedPlan]) -> None:
+    slow = builders.build("ps", LAYERS, STAR)
+    slow = slow.model_copy(update={"groups": slow.groups[::-1]})
+    assert signature(slow) not in {signature(one.plan) for one in found}
+    others = {"of other ranks": builders.build("ps", LAYERS, uneven_cluster(3)), "bf16": lossy(slow)}
+    known = [("slow", slow), *others.items()]
+    by_name = {one.origin: one for one in ranked(known=known)}
+    assert by_name["slow"].plan == slow
+    assert by_name["slow"].seconds == pytest.approx(seconds(slow), rel=1e-12)
+    assert not others.keys() & by_name.keys()
+
+
+def lossy(plan: SyncPlan) -> SyncPlan:
+    data = plan.to_dict()
+    data["groups"][0]["compressor"] = "bf16"
+    return SyncPlan.from_dict(data)
+
+
 def test_equal_arguments_give_equal_plans(found: list[PredictedPlan]) -> None:
     assert ranked() == found
 

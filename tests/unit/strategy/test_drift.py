@@ -124,6 +124,14 @@ def test_links_are_measured_if_steps_are_much_longer_than_remembered(period: flo
     assert [bool(reason) for reason in reasons] == [False, measured]
 
 
+@pytest.mark.parametrize(("period", "measured"), [(0.3, True), (0.21, False), (0.05, False)])
+def test_so_they_are_if_steps_are_much_longer_than_before_trials(period: float, measured: bool) -> None:
+    drift = DriftWatch(remembered=0.4)
+    drift.compare_with(0.2, "before")
+    reasons = [drift.record(PassTimes(period, 0.0, period)) for _ in range(20)]
+    assert [reason for reason in reasons if reason] == [f"a step takes {period} s, and 0.2 s before"] * measured
+
+
 def measured_again(
     monkeypatch: pytest.MonkeyPatch, described: ClusterSpec, seen: ClusterSpec, first: Any = None
 ) -> tuple[bool, ClusterSpec, str]:

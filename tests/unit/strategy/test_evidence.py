@@ -60,6 +60,6 @@ def test_a_job_that_ends_before_its_trials_tells_what_they_have_found(
     tuner._alternatives, tuner._ended, tuner._prices, tuner._used = plans, ended, None, 0
     tuner._engines, tuner._times, tuner._opening = {}, MagicMock(), MagicMock()
     tuner.close()
-    stopped = "AutoSync: these trials stopped before their end, so nothing is remembered: "
+    stopped = "AutoSync: these trials stopped before their end: "
     assert lines == [stopped + each for each in told]
     assert tuner._opening.close.called

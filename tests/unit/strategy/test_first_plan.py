@@ -13,16 +13,22 @@ import pytest
 from torch import nn
 from tuned_plans import CLUSTER, tuned, workload
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.errors import DocumentError, OpeningError
+from lightning_autosync.plan import builders
+from lightning_autosync.plan.builders.default import NATIVE
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.memory import TuningCache
+from lightning_autosync.search.memory import Evidence, StepTime, TuningCache
 from lightning_autosync.strategy.settings import StrategySettings
-from lightning_autosync.strategy.tuning import job_tuning
+from lightning_autosync.strategy.tuning import job_tuning, preparation, proposals
 from lightning_autosync.strategy.tuning.job_tuning import TRIAL_CONNECT_TIMEOUT, JobTuning
+from lightning_autosync.strategy.tuning.live import Alternative, _candidate
 from lightning_autosync.strategy.tuning.preparation import Preparation, _of_entry
-from lightning_autosync.strategy.tuning.proposals import JobLinks
+from lightning_autosync.strategy.tuning.proposals import JobLinks, search_plans
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
+from lightning_autosync.strategy.tuning.tuner import Tuner
+from lightning_autosync.workload import describe
 
 
 @dataclass
@@ -116,6 +122,22 @@ def test_a_remembered_plan_that_cannot_be_opened_is_forgotten(
     assert (cache.find(entry.key) is None) == (rank == 0 and remembered)
 
 
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize(("expected", "written"), [(0.1, False), (None, True)])
+def test_a_plan_is_remembered_anew_if_the_trials_of_the_earlier_job_had_not_ended(
+    tmp_path: Path, expected: float | None, written: bool, ended: bool
+) -> None:
+    entry = tuned()
+    found = Preparation(JobLinks(CLUSTER, Constants()), workload(), entry.key, None, entry.plan.fingerprint, expected)
+    tuner: Any = SimpleNamespace(
+        present=Alternative(entry.plan, "byteps", 0.1), evidence=(entry.evidence.measured, []), passes=9, ended=ended
+    )
+    preparation.remember(found, tuner, str(tmp_path))
+    kept = TuningCache(tmp_path).find(entry.key)
+    assert (kept is not None) == written
+    assert kept is None or kept.unfinished == (not ended)
+
+
 @pytest.mark.parametrize(
     ("described", "links"),
     [(True, "3 hosts, described"), (False, "3 hosts, links as known to an earlier job on 2026-03-01")],
@@ -123,7 +145,71 @@ def test_a_remembered_plan_that_cannot_be_opened_is_forgotten(
 def test_the_links_of_a_remembered_plan_are_not_called_measured(described: bool, links: str) -> None:
     """The earlier job may have measured them or not."""
     entry = tuned()
-    assert _of_entry(entry, workload(), entry.key, described).links.describe() == links
+    assert _of_entry(entry, workload(), entry.key, described, Constants()).links.describe() == links
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 5000])
+@pytest.mark.parametrize(
+    ("remembered", "ddp", "tried"),
+    [(0.1, 0.14, True), (0.1, 0.16, False), (0.1, None, True), (1e-4, None, False)],
+)
+def test_ddps_plan_is_not_tried_against_a_remembered_one_if_it_is_known_to_be_much_slower(
+    remembered: float, ddp: float | None, tried: bool, bucket_bytes: int | None
+) -> None:
+    """The earlier job has measured it, or the links alone need 0.3 ms for it."""
+    links, entry = JobLinks(CLUSTER, Constants()), tuned(bucket_bytes=bucket_bytes)
+    plans = search_plans(workload(), links, TuningSettings(search=0.1), bucket_bytes)
+    native = next(each.plan.fingerprint for each in plans if each.native)
+    measured = entry.evidence.measured.model_copy(update={"seconds": remembered})
+    compared = [] if ddp is None else [StepTime(name="ddp", plan=native, seconds=ddp, steps=8)]
+    evidence = Evidence(measured=measured, compared=compared, synchronized_steps=9)
+    entry = entry.model_copy(update={"evidence": evidence})
+    found = _of_entry(entry, workload(), entry.key, False, Constants()).proposals
+    assert found is not None
+    assert found.plans[1].plan.fingerprint == native
+    tuner = Tuner([_candidate(each) for each in found.plans], warm_up=1, passes=4)
+    for _ in range(20):
+        if tuner.opening is not None:
+            tuner.opened()
+        tuner.following()
+        tuner.record(remembered)
+    assert bool(tuner.trials) == tried
+
+
+def test_a_job_prices_and_names_plans_that_jobs_on_other_hosts_have_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Under a scheduler that gives other hosts each time, no entry has the key of a job."""
+    module, cluster = nn.Linear(300, 200), ClusterSpec.star(["800 Mbit/s", "200 Mbit/s", "200 Mbit/s"])
+    model = describe(module)
+    plan = builders.packed_trees(model, cluster, bucket_bytes=7000)
+    native = builders.all_reduce(model, cluster, bucket_bytes=7000)
+    earlier = [
+        tuned(model, cluster.scaled(0.9), hosts, plan=one, origin=origin)
+        for hosts, one, origin in (
+            (("a", "b", "c"), plan, f"packed_trees{preparation._OF_EARLIER_JOB} (2025-01-01)"),
+            (("d", "e", "f"), native, NATIVE),
+            (("g", "h", "i"), builders.ps(model, cluster).model_copy(update={"waits": True}), "ps, waiting"),
+        )
+    ]
+    for entry in earlier:
+        TuningCache(tmp_path).store(entry)
+    monkeypatch.setattr(preparation, "agree", lambda find, *_: find())
+    monkeypatch.setattr(preparation, "gather_json", lambda *_: ["x", "y", "z"])
+    monkeypatch.setattr(preparation, "broadcast_json", lambda own, *_: own)
+    monkeypatch.setattr(preparation.dist, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(preparation, "find_links", lambda *_: proposals.JobLinks(cluster, Constants()))
+    monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
+    settings = StrategySettings(tuning=TuningSettings(search=60.0, cache=str(tmp_path)))
+    found = preparation.prepare(settings, module, 3, 1)
+    assert found.remembered is None
+    assert found.proposals is not None
+    told = {each.name: each for each in found.proposals.plans if "earlier" in each.name}
+    assert {name: each.plan for name, each in told.items()} == {
+        "packed_trees, of an earlier job (2026-03-01)": plan,
+        "ps, of an earlier job (2026-03-01)": builders.ps(model, cluster),
+    }
+    assert all(each.predicted > 0 for each in told.values())
 
 
 def test_a_wrong_name_of_a_setting_of_tuning_suggests_the_nearest_one() -> None:

@@ -482,6 +482,24 @@ def test_ddps_plan_is_not_tried_where_it_would_be_given_up_soon(present: float, 
     assert [trial.candidate for trial in tuner.trials] == tried
 
 
+@pytest.mark.parametrize(("ddp", "tried"), [(1.4, [1]), (1.6, [])])
+def test_ddps_plan_is_not_tried_either_where_its_links_alone_would_take_so_long(ddp: float, tried: list[int]) -> None:
+    """Without numba, formulas predict the time on the links, and nothing predicts plans again."""
+    tuner = Tuner([Candidate("trees", 0.5), Candidate("ddp", ddp, True, True)], warm_up=1, passes=8, priced=False)
+    tuner.reprice([])
+    drive(tuner, [1.0, 2.0], 100)
+    assert [trial.candidate for trial in tuner.trials] == tried
+
+
+def test_the_first_known_time_of_each_present_plan_is_kept() -> None:
+    tuner = Tuner([Candidate("present", 1.0), Candidate("other", 0.9)], warm_up=1, passes=8)
+    drive(tuner, [1.0, 0.5], 6)
+    assert tuner.earliest == {0: 1.0}
+    drive(tuner, [2.0, 1.0], 60)
+    assert tuner.present == 1
+    assert tuner.earliest == {0: 1.0, 1: 1.0}
+
+
 def test_ddps_plan_is_tried_against_that_of_an_earlier_job_which_took_longer() -> None:
     tuner = Tuner([Candidate("remembered", 2.0), Candidate("ddp", 2.0, True, True)], warm_up=1, passes=8)
     drive(tuner, [1.0, 0.9], 100)
