@@ -166,6 +166,33 @@ def _pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, torch.Tensor
         yield name, ours, theirs
 
 
+def repeated(**arguments: Any) -> dict[str, Any]:
+    """How far two jobs of the same seed on four ranks end from each other, whose trials have other outcomes.
+
+    In the first one, every second candidate wins; in the other one, none does.
+    """
+    cluster, told = ClusterSpec.star([2.5e8, 1e8, 1e8, 1e8], name="star"), list[str]()
+    found, switched, reports = list[nn.Module](), list[int](), list[Any]()
+    try:
+        for none_wins in (False, True):
+            strategy = AutoSyncStrategy(cluster=cluster, tuning=SHORT)
+            with ExitStack() as patches:
+                switches = patches.enter_context(counted_switches())
+                patches.enter_context(mock.patch.object(job_tuning, "rank_zero_info", told.append))
+                if none_wins:
+                    patches.enter_context(mock.patch.object(Contest, "_decide", _lose_late))
+                found.append(jobs.fit("Plain", strategy, devices=4, max_epochs=24, **arguments))
+            switched.append(len(switches))
+            reports.append(strategy.report())
+    finally:
+        torch.use_deterministic_algorithms(False)  # which a Trainer turns on for the process
+    return {"distance": jobs.distance(*found), "switches": switched, "told": told, "reports": list(map(str, reports))}
+
+
+def _lose_late(self: Contest) -> bool | None:
+    return False if min(self.passes) >= SHORT.passes else None
+
+
 def switches_with(**options: Any) -> int:
     with counted_switches() as switches:
         jobs.fit("Plain", AutoSyncStrategy(cluster=PAIR, **options), max_epochs=4)
