@@ -286,7 +286,7 @@ class JobTuning:
         if self._meter is None:
             return None
         changes = self._plan_changes + sum(trial.accepted for trial in self._all_trials())
-        return self._meter.take(self.resolution, self._constants, changes)
+        return self._meter.take(self.resolution, self._constants, changes, self.trying)
 
     def _record(self, engine: Engine) -> None:
         """Time the passes of an engine without a tuner, which would do so."""
