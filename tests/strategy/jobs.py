@@ -491,6 +491,20 @@ def fabric_redirects() -> list[str]:
     return found
 
 
+def fabric_figures() -> dict[str, Any]:
+    """What Fabric tells of two passes of one module and none of another: whether it can, the figures, and once more."""
+    fabric = make_fabric(AutoSyncFabricStrategy())
+    strategy = fabric.strategy
+    module, _ = (fabric.setup(nn.Linear(8, 1, bias=False)) for _ in range(2))
+    before, measured = strategy.step_figures(), strategy.measure_steps()
+    for _ in range(2):
+        fabric.backward(module(torch.ones(1, 8)).sum())
+    found = [None if each is None else each.metrics() for each in strategy.step_figures()]
+    after = strategy.step_figures()
+    fabric.strategy.teardown()
+    return {"before": before, "measured": measured, "found": found, "after": after}
+
+
 def fabric_twice() -> list[float]:
     """The gradient of a module that was set up twice, with the rank plus one as input."""
     fabric = make_fabric(AutoSyncFabricStrategy())
