@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning import job_tuning
@@ -36,6 +37,13 @@ def preparations(monkeypatch: pytest.MonkeyPatch, nodes: int, others: bool = Fal
 
 def test_a_job_on_several_nodes_prepares_its_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preparations(monkeypatch, nodes=2)[0] == 1
+
+
+@pytest.mark.parametrize("strategy", [AutoSyncStrategy, AutoSyncFabricStrategy])
+def test_auto_is_an_unknown_cluster(strategy: Any) -> None:
+    assert strategy(cluster="auto")._settings == strategy()._settings
+    assert strategy(cluster="auto")._settings.cluster is None
+    assert strategy(cluster="four_equal")._settings.cluster is not None
 
 
 @pytest.mark.parametrize(("nodes", "cluster"), [(1, None), (2, NODE)])
