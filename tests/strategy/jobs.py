@@ -306,6 +306,13 @@ def error_of_meeting(
         return error_of("Plain", **arguments)
 
 
+def error_with_other_python(odd: int, **strategy: Any) -> str:
+    """What ``fit`` raises where rank ``odd`` runs Python 3.9."""
+    found = ("3", "9", "1") if dist.get_rank() == odd else agreement.platform.python_version_tuple()
+    with mock.patch.object(agreement.platform, "python_version_tuple", return_value=found):
+        return error_of("Plain", **strategy)
+
+
 def broken_backward(victim: int) -> dict[str, Any]:
     """What ``fit`` raises on this rank, and after how long, when one rank's backward pass raises in its third step."""
     began = time.monotonic()
