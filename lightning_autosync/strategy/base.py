@@ -76,6 +76,11 @@ class Replica(ABC):
         """The running engine; None if there is none."""
         return None
 
+    @property
+    def tunes(self) -> bool:
+        """Whether other plans are tried on training steps, or may yet be; the same on all ranks."""
+        return False
+
     def measure_steps(self) -> bool:
         """Record what synchronized steps take on this rank from now on; returns whether this replica can.
 

@@ -83,6 +83,11 @@ class ReplicaViews:
         """The running engine; None before training is set up and after it is torn down."""
         return self._replica.engine if self._replica is not None else None
 
+    @property
+    def tunes(self) -> bool:
+        """Whether other plans are tried on training steps, or may yet be."""
+        return self._replica is not None and self._replica.tunes
+
     def report(self) -> TuningReport | None:
         """How gradients are synchronized, why, and which plans were tried; None if replicas are not synchronous."""
         return self._replica.report() if isinstance(self._replica, ExactReplica) else None

@@ -137,6 +137,10 @@ class ExactReplica(SynchronizedPasses):
         report, shares = self._tuning.report(), self._shares
         return report if shares is None else replace(report, batch_shares=tuple(shares.history))
 
+    @property
+    def tunes(self) -> bool:
+        return self._tuning.trying
+
     def measure_steps(self) -> bool:
         # On an accelerator, the host only issues the work, so its clock does not tell when a pass or a message ended.
         on_cpu = all(parameter.device.type == "cpu" for parameter in self._module.parameters())
@@ -336,7 +340,7 @@ class ExactReplica(SynchronizedPasses):
     def _end_pass(self) -> None:
         self._weights.count()
         if self._shares is not None:
-            self._shares.end_pass(steady=not self._tuning.trying)
+            self._shares.end_pass(steady=not self.tunes)
         if self._tuning.after_pass():
             self._plan_anew()
 
@@ -344,7 +348,7 @@ class ExactReplica(SynchronizedPasses):
         if self._shares is not None and self._engine is not None:
             overlaps = self._engine.waits == "parameters" and not self._engine.changed
             usual = overlaps or self._overlap is None or self._engine.schedule.waits
-            self._shares.end_backward(overlaps, usual, steady=not self._tuning.trying)
+            self._shares.end_backward(overlaps, usual, steady=not self.tunes)
 
     def _begin_pass(self) -> None:
         """Compare parameters at the first gradient of a pass, where no `backward` did so before the pass.

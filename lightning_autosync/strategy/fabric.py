@@ -48,6 +48,7 @@ from lightning_autosync.strategy.trainer import frameworks_own
 from lightning_autosync.strategy.tuning.proposals import JobLinks
 from lightning_autosync.strategy.tuning.report import TuningReport
 from lightning_autosync.strategy.tuning.settings import TuningArgument
+from lightning_autosync.strategy.tuning.step_meter import StepFigures
 
 
 class FabricModule(SynchronizedModule):
@@ -287,6 +288,14 @@ class AutoSyncFabricStrategy(DDPStrategy):
     def report(self) -> list[TuningReport]:
         """For each module that is set up: how its gradients are synchronized, why, and which plans were tried."""
         return [replica.report() for replica in self._replicas]
+
+    def measure_steps(self) -> list[bool]:
+        """For each module that is set up: like `Replica.measure_steps`."""
+        return [replica.measure_steps() for replica in self._replicas]
+
+    def step_figures(self) -> list[StepFigures | None]:
+        """For each module that is set up: like `Replica.step_figures`."""
+        return [replica.step_figures() for replica in self._replicas]
 
     def _close_unused(self, module: nn.Module) -> None:
         """Close the engine of ``module``, which is set up again, and those of modules that the user has deleted.

@@ -79,18 +79,18 @@ from tests.benchmarks.arguments import read_arguments  # noqa: E402
 FRAMING = 1514 / 1448
 """Bytes on a link for each byte of payload."""
 FORMAT = "autosync-tuning-inside/2"
-PAIRS = (
-    "fat_node_star:vgg_like",
-    "four_equal:vgg_like",
-    "ring_of_four:resnet_like",
-    "two_racks_8to1:resnet_like",
-    "four_racks_of_two:bert_like",
-    "fat_node_star:bert_like",
-    "four_equal:resnet_like",
-    "ring_of_four:bert_like",
-    "two_nodes_of_four:vgg_like",
-    "two_sites_wan:resnet_like",
+CLUSTERS = (
+    "four_equal",
+    "two_racks_8to1",
+    "ring_of_four",
+    "fat_node_star",
+    "two_nodes_of_four",
+    "two_sites_wan",
+    "autosync_b_8",
+    "two_racks_2to1",
 )
+PAIRS = tuple(f"{cluster}:{model}_like" for cluster in CLUSTERS for model in ("vgg", "resnet", "bert"))
+"""The rows of the table of docs/measured-jobs.md."""
 WELL = {"gradient_as_bucket_view": True, "static_graph": True}
 DDP: dict[str, dict[str, Any]] = {
     "25 MiB": WELL,  # the default, with a first bucket of 1 MiB

@@ -306,6 +306,13 @@ def error_of_meeting(
         return error_of("Plain", **arguments)
 
 
+def error_with_other_python(odd: int, **strategy: Any) -> str:
+    """What ``fit`` raises where rank ``odd`` runs Python 3.9."""
+    found = ("3", "9", "1") if dist.get_rank() == odd else agreement.platform.python_version_tuple()
+    with mock.patch.object(agreement.platform, "python_version_tuple", return_value=found):
+        return error_of("Plain", **strategy)
+
+
 def broken_backward(victim: int) -> dict[str, Any]:
     """What ``fit`` raises on this rank, and after how long, when one rank's backward pass raises in its third step."""
     began = time.monotonic()
@@ -489,6 +496,20 @@ def fabric_redirects() -> list[str]:
         fabric.backward(module.training_step(next(iter(models.loader())), 0))
         fabric.strategy.teardown()
     return found
+
+
+def fabric_figures() -> dict[str, Any]:
+    """What Fabric tells of two passes of one module and none of another: whether it can, the figures, and once more."""
+    fabric = make_fabric(AutoSyncFabricStrategy())
+    strategy = fabric.strategy
+    module, _ = (fabric.setup(nn.Linear(8, 1, bias=False)) for _ in range(2))
+    before, measured = strategy.step_figures(), strategy.measure_steps()
+    for _ in range(2):
+        fabric.backward(module(torch.ones(1, 8)).sum())
+    found = [None if each is None else each.metrics() for each in strategy.step_figures()]
+    after = strategy.step_figures()
+    fabric.strategy.teardown()
+    return {"before": before, "measured": measured, "found": found, "after": after}
 
 
 def fabric_twice() -> list[float]:

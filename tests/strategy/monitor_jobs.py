@@ -22,28 +22,42 @@ from lightning_autosync.measure.tcp_info import bytes_sent
 from lightning_autosync.plan import compile_plan
 from lightning_autosync.plan.traffic import sent_bytes
 from lightning_autosync.strategy.tuning import live
+from lightning_autosync.strategy.tuning.live import LiveTuner
 
 EVERY = 4
 
 
 def _fit(strategy: Any, folder: str, max_epochs: int = 2, model: str = "Plain") -> list[dict[str, float]]:
-    """The entries that the monitor wrote; empty on other ranks than 0."""
+    """The entries with figures that the monitor wrote; empty on other ranks than 0."""
     logger = CSVLogger(folder, name="job", version=0)
     jobs.fit(
         model, strategy, max_epochs=max_epochs, logger=logger, callbacks=[SyncMonitor(EVERY)], log_every_n_steps=50
     )
-    path = Path(logger.log_dir) / "metrics.csv"
+    return [row for row in _entries(folder) if "autosync/step_time" in row]
+
+
+def _entries(folder: str) -> list[dict[str, float]]:
+    path = Path(folder) / "job" / "version_0" / "metrics.csv"
     if dist.get_rank() or not path.exists():
         return []
     with path.open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get("autosync/step_time")]
-    return [{name: float(value) for name, value in row.items() if value} for row in rows]
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def tuned(folder: str) -> dict[str, Any]:
     """What a job logs that tries plans, of which every second one wins, and what its report and its page say."""
     strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, plans=3))
-    with counted_switches(), mock.patch.object(live, "rank_zero_info") as told:
+    ended, finish = list[int](), LiveTuner._finish
+
+    def note_end(self: LiveTuner) -> None:
+        ended.append(self.passes)
+        finish(self)
+
+    with (
+        counted_switches(),
+        mock.patch.object(live, "rank_zero_info") as told,
+        mock.patch.object(LiveTuner, "_finish", note_end),
+    ):
         rows = _fit(strategy, folder, max_epochs=12)
     report = strategy.report()
     assert report is not None
@@ -55,6 +69,8 @@ def tuned(folder: str) -> dict[str, Any]:
     names = Path(folder) / "job" / "version_0" / "hparams.yaml"
     return {
         "rows": rows,
+        "tuning": [(row["step"], row["autosync/tuning"]) for row in _entries(folder) if "autosync/tuning" in row],
+        "ended": ended,
         "sent": {plan: each[dist.get_rank()] for plan, each in sent.items() if each is not None},
         "report": report.to_dict(),
         "page": page.read_text(),

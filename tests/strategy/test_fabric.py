@@ -28,6 +28,16 @@ def test_the_engine_knows_the_scale_of_the_loss(duo) -> None:
         assert found["used"][-1] > found["used"][0]
 
 
+def test_each_module_has_the_figures_of_its_steps(duo) -> None:
+    for found in duo.run(jobs.fabric_figures):
+        assert found["measured"] == [True, True]
+        assert found["before"] == found["after"] == [None, None]
+        figures, none = found["found"]
+        assert none is None
+        assert 0 <= figures["wait"] < figures["step_time"] < 60
+        assert figures["plan_changes"] == figures["tuning"] == 0.0
+
+
 def test_a_module_may_be_set_up_again(duo) -> None:
     assert duo.run(jobs.fabric_twice) == [[1.5], [1.5]]
 

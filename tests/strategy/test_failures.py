@@ -319,6 +319,16 @@ def test_settings_that_differ_between_ranks(duo, arguments: dict[str, object], w
     same_error(found, "PlanError", words.format(odd=1), "rank 1 has ")
 
 
+def test_ranks_that_may_try_plans_need_the_same_python(duo) -> None:
+    """Each of them chooses by its own arithmetic."""
+    same_error(duo.run(jobs.error_with_other_python, odd=1), "PlanError: version of Python", "rank 1 has 3.9, but rank")
+
+
+@pytest.mark.parametrize("options", [{"tuning": "off"}, {"plan": "all_reduce"}], ids=str)
+def test_other_ranks_may_run_another_python(duo, options: dict[str, str]) -> None:
+    assert duo.run(jobs.error_with_other_python, odd=1, **options) == ["none"] * 2
+
+
 def test_initial_buffers_that_differ_between_ranks(duo) -> None:
     """Only one rank would broadcast buffers, in the same message as the weights."""
     odd = {"forward_sync_buffers": False}

@@ -284,6 +284,14 @@ def test_tuning_adds_no_collective_call_to_the_steps_of_a_native_plan(duo, ended
     assert len(one["times"]) >= (10 if ended else 60)
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap": "step"}], ids=str)
+def test_validation_checkpoints_and_logging_do_not_count_in_trials(duo, tmp_path, options: dict[str, Any]) -> None:
+    for found in duo.run(tuning_jobs.pauses, folder=str(tmp_path), **options):
+        assert found["pauses"] >= 30
+        assert found["speedups"] == [1.0]
+        assert set(found["seconds"]) == {1.0}
+
+
 def test_ranks_wait_for_a_search_that_takes_longer_than_their_timeout(duo) -> None:
     one, other = duo.run(tuning_jobs.slow_search)
     assert one == other

@@ -41,6 +41,12 @@ def test_metrics_are_plausible_and_follow_the_plan(tuned: list[dict[str, Any]]) 
     assert tuned[1]["rows"] == []
 
 
+def test_the_end_of_tuning_is_logged_in_the_step_in_which_it_comes(tuned: list[dict[str, Any]]) -> None:
+    (end,) = tuned[0]["ended"]
+    passes = sorted({1, end, *range(monitor_jobs.EVERY, 12 * 8 + 1, monitor_jobs.EVERY)})
+    assert tuned[0]["tuning"] == [[each - 1, each < end] for each in passes]
+
+
 def test_each_trial_is_one_line_in_the_log_and_so_are_the_begin_and_the_end(tuned: list[dict[str, Any]]) -> None:
     told, trials = tuned[0]["told"], tuned[0]["report"]["trials"]
     assert len(told) == len(trials) + 2
@@ -94,6 +100,7 @@ def test_steps_do_not_overlap_where_sums_are_in_shared_memory(duo: Any, tmp_path
     rows, found = watched(duo, tmp_path, "overlap on one machine")
     assert "shared memory" in found["report"]
     assert {row["autosync/overlapped_steps"] for row in rows} == {0.0}
+    assert {row["autosync/tuning"] for row in rows} == {0.0}
 
 
 def test_with_batch_shares_the_share_of_the_rank_is_logged(duo: Any, tmp_path: Any) -> None:
@@ -125,7 +132,7 @@ def test_relaxed_plans_have_step_times_waits_and_bytes(duo: Any, tmp_path: Any, 
     assert rows
     assert all(row["autosync/wait"] > 0 for row in rows)
     assert all(row["autosync/bytes"] > 20_000 for row in rows)
-    assert all("autosync/overlap" not in row for row in rows)
+    assert all("autosync/overlap" not in row and "autosync/tuning" not in row for row in rows)
 
 
 def test_strategies_without_the_metrics_say_so_once(duo: Any, tmp_path: Any) -> None:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partialmethod
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,12 +26,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from overlap_jobs import late_steps
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, ClusterSpec, TuningSettings
+from lightning_autosync.engine import tracing
 from lightning_autosync.engine.connections import _Connector
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import StepTrace
@@ -191,6 +194,33 @@ def compressed_switches() -> dict[str, Any]:
 def _pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     for (name, ours), theirs in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         yield name, ours, theirs
+
+
+def repeated(**arguments: Any) -> dict[str, Any]:
+    """How far two jobs of the same seed on four ranks end from each other, whose trials have other outcomes.
+
+    In the first one, every second candidate wins; in the other one, none does.
+    """
+    cluster, told = ClusterSpec.star([2.5e8, 1e8, 1e8, 1e8], name="star"), list[str]()
+    found, switched, reports = list[nn.Module](), list[int](), list[Any]()
+    try:
+        for none_wins in (False, True):
+            strategy = AutoSyncStrategy(cluster=cluster, tuning=SHORT)
+            with ExitStack() as patches:
+                switches = patches.enter_context(counted_switches())
+                patches.enter_context(mock.patch.object(job_tuning, "rank_zero_info", told.append))
+                if none_wins:
+                    patches.enter_context(mock.patch.object(Contest, "_decide", _lose_late))
+                found.append(jobs.fit("Plain", strategy, devices=4, max_epochs=24, **arguments))
+            switched.append(len(switches))
+            reports.append(strategy.report())
+    finally:
+        torch.use_deterministic_algorithms(False)  # which a Trainer turns on for the process
+    return {"distance": jobs.distance(*found), "switches": switched, "told": told, "reports": list(map(str, reports))}
+
+
+def _lose_late(self: Contest) -> bool | None:
+    return False if min(self.passes) >= SHORT.passes else None
 
 
 def switches_with(**options: Any) -> int:
@@ -774,6 +804,50 @@ def calls_of_steps(ended: bool) -> dict[str, Any]:
         "times": times,
         "ended": tuners[-1]._tuner.finished != "",
     }
+
+
+class Pauses(Callback):
+    """A clock that goes on by a second in each step, and by far more in validation, checkpoints and logging."""
+
+    now, pauses = 0.0, 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.now += 1.0
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 4:
+            self._pause()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._pause()
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._pause()
+
+    def _pause(self) -> None:
+        self.now += 100.0
+        self.pauses += 1
+
+
+def pauses(folder: str, **options: Any) -> dict[str, Any]:
+    """The seconds of passes after the warm-up of a job, by a clock that only `Pauses` moves, and speedups in trials."""
+    tuning = TuningSettings(probe=0, search=0.5, passes=8, plans=1, cache=None)
+    clock, seconds, record = Pauses(), list[float](), Tuner.record
+
+    def note(self: Tuner, period: float) -> None:
+        seconds.append(period)
+        record(self, period)
+
+    saves = ModelCheckpoint(folder, every_n_train_steps=6)
+    hands = SimpleNamespace(perf_counter=lambda: clock.now, thread_time=time.thread_time)
+    with mock.patch.object(tracing, "time", hands), mock.patch.object(Tuner, "record", note), hurrying():
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=tuning, **options)
+        arguments = {"max_epochs": 8, "val_check_interval": 4, "enable_checkpointing": True}
+        jobs.fit("Logs", strategy, callbacks=[saves, clock], **arguments)
+    report = strategy.report()
+    assert report is not None
+    speedups = [trial.speedup for trial in report.trials]
+    return {"seconds": seconds[tuning.warm_up :], "pauses": clock.pauses, "speedups": speedups}
 
 
 def slow_search() -> dict[str, Any]:

@@ -83,6 +83,8 @@ def loop(module: nn.Module) -> None:
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     fabric.backward(model(torch.zeros(1, 4)).sum())
     optimizer.step()
+    if strategy.measure_steps()[0] and (figures := strategy.step_figures()[0]) is not None:
+        fabric.log_dict(figures.metrics())
     strategy.settle()
     for report in strategy.report():
         print(report)

@@ -35,6 +35,7 @@ class MonitorMixin:
     - ``autosync/overlapped_steps``: with ``overlap="step"``, share of the steps whose backward pass ended without a
       wait.
     - ``autosync/batch_share``: with batch shares, share of a global batch that the rank computes.
+    - ``autosync/tuning``: 1 while the job tries other plans or may yet do so, otherwise 0. A change is logged at once.
 
     Of relaxed plans there are the first three, as means over the rank's own steps, without barriers of all ranks:
     seconds from the end of one step to the end of the next, seconds in which it waited for averages or servers, and
@@ -56,12 +57,12 @@ class MonitorMixin:
             raise DocumentError(f"SyncMonitor: every_n_steps: {every_n_steps!r} is not a whole number of at least 1")
         self._every = every_n_steps
         self._last = 0
-        self._active = False
+        self._active = self._tunes = False
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         if not trainer.loggers:
             raise DocumentError("SyncMonitor: the Trainer has no logger; allowed: a Trainer with logger=...")
-        self._last = trainer.global_step
+        self._last, self._tunes = trainer.global_step, False
         # Loggers write on rank 0 only.
         self._active = trainer.is_global_zero and self._begin(trainer.strategy)
 
@@ -77,15 +78,19 @@ class MonitorMixin:
         return False
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if not self._active or trainer.global_step - self._last < self._every:
+        if not self._active:
             return
-        self._last = trainer.global_step
-        figures = trainer.strategy.step_figures()
-        if figures is None:
-            return
-        metrics = {f"{PREFIX}{name}": value for name, value in figures.metrics().items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        found: dict[str, float] = {}
+        if (tunes := trainer.strategy.tunes) != self._tunes:
+            self._tunes, found["tuning"] = tunes, float(tunes)
+        if trainer.global_step - self._last >= self._every:
+            self._last = trainer.global_step
+            if (figures := trainer.strategy.step_figures()) is not None:
+                found |= figures.metrics()
+        if found:
+            metrics = {f"{PREFIX}{name}": value for name, value in found.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         if not self._active:

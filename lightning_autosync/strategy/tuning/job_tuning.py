@@ -8,13 +8,14 @@ from collections.abc import Callable, Container
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import bytes_text, counted
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.collectives import OWN_GROUP, broadcast_json, new_group, separate_group
+from lightning_autosync.engine.collectives import OWN_GROUP, broadcast_json, gather_json, new_group, separate_group
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.engine.exchanges.native import destroy_unused_groups
 from lightning_autosync.engine.resources import Resources
@@ -51,6 +52,10 @@ _NO_OTHER = "no other plan is tried"
 _ONE_MACHINE = "all ranks run on one machine"
 _FIRST_ONLY = "trials are for the first module only"
 _ON_DEVICES = "on accelerators plans are measured before the first step"
+_DETERMINISTIC = (
+    "torch's deterministic algorithms are on, and plans that follow from measured times would sum gradients in another "
+    "order in each run; a plan that is given keeps its order"
+)
 
 
 class JobTuning:
@@ -281,7 +286,7 @@ class JobTuning:
         if self._meter is None:
             return None
         changes = self._plan_changes + sum(trial.accepted for trial in self._all_trials())
-        return self._meter.take(self.resolution, self._constants, changes)
+        return self._meter.take(self.resolution, self._constants, changes, self.trying)
 
     def _record(self, engine: Engine) -> None:
         """Time the passes of an engine without a tuner, which would do so."""
@@ -384,6 +389,11 @@ class JobTuning:
         """Find links and plans, if the user gave no plan and links matter; collective."""
         if reason := self._why_untuned():
             self._ended = f"{_NO_OTHER}: {reason}"
+            return None
+        # Scripts may turn them on for some ranks only, and all ranks have to take the same way.
+        if any(gather_json(torch.are_deterministic_algorithms_enabled(), self._group)):
+            self._ended = f"{_NO_OTHER}: {_DETERMINISTIC}"
+            rank_zero_info(f"AutoSync: {self._ended}")
             return None
         found = prepare(self._settings, self._module, *self._shape, self._group, also, self.links, self._device)
         if found.on_one_host:

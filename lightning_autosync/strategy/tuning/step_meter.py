@@ -43,6 +43,7 @@ class StepFigures:
         plan_changes: number of times that the job has taken another plan so far.
         overlapped_steps: share of the steps whose backward pass ended without a wait; None without ``overlap="step"``.
         batch_share: share of a global batch that this rank computes; None without batch shares.
+        tuning: whether the job tries other plans, or may yet do so. Relaxed replicas: None.
     """
 
     step_time: float
@@ -53,6 +54,7 @@ class StepFigures:
     plan_changes: int
     overlapped_steps: float | None = None
     batch_share: float | None = None
+    tuning: bool | None = None
 
     def metrics(self) -> dict[str, float]:
         """The known numbers by name, for loggers."""
@@ -128,13 +130,16 @@ class StepMeter:
         usual = statistics.median_low(period for period, _, _ in self._recent)
         return next((trace, schedule) for period, trace, schedule in self._recent if period == usual)
 
-    def take(self, resolution: Resolution, constants: Constants, plan_changes: int) -> StepFigures | None:
+    def take(
+        self, resolution: Resolution, constants: Constants, plan_changes: int, tuning: bool = False
+    ) -> StepFigures | None:
         """The figures of the steps since the last call; None if there were none.
 
         Args:
             resolution: what the job uses now.
             constants: costs of the hosts.
             plan_changes: number of times that the job has taken another plan so far.
+            tuning: whether the job tries other plans, or may yet do so.
         """
         steps = list(self._steps)
         self._steps.clear()
@@ -152,6 +157,7 @@ class StepMeter:
             share_of_bound=None if least is None else least / step_time,
             plan_changes=plan_changes,
             overlapped_steps=statistics.fmean(step.overlapped for step in steps) if self._overlaps else None,
+            tuning=tuning,
         )
         self.history.append((self._count, found))
         return found

@@ -227,6 +227,13 @@ def test_compression_only_if_allowed(found: list[PredictedPlan]) -> None:
     assert compressed.seconds < found[0].seconds
 
 
+@pytest.mark.parametrize("builder", builders.relaxed_names())
+def test_relaxed_plans_are_not_among_those_that_jobs_may_use(builder: str) -> None:
+    space = selection._SelectionSpace(LAYERS, STAR, "exact", (), native_only=False, bucket_bytes=None)
+    with pytest.raises(PlanError, match=f"builder '{builder}': its plan is relaxed; allowed: exact"):
+        space.built(builder)
+
+
 def test_buckets_of_several_sizes_are_proposed_unless_the_user_states_one() -> None:
     large = Workload(name="large", variables=tuple(Variable(name=f"w{n}", shape=(500, 1000)) for n in range(8)))
     origins = {one.origin for one in ranked(large, seconds=0.0)}

@@ -107,6 +107,22 @@ def test_plans_that_are_not_expected_to_gain_are_not_tried() -> None:
     assert "expected" in tuner.finished
 
 
+@pytest.mark.parametrize(("predicted", "tried"), [(1.08, True), (1.12, False)])
+@pytest.mark.parametrize("native", [False, True])
+def test_plans_that_are_predicted_to_be_much_slower_are_not_tried(predicted: float, tried: bool, native: bool) -> None:
+    """What is assumed of plans of another kind before any trial does not count for that."""
+    tuner = Tuner([Candidate("present", 1.0, native=native), Candidate("other", predicted)], warm_up=1)
+    drive(tuner, [1.0, 1.0], 100)
+    assert bool(tuner.trials) == tried
+
+
+@pytest.mark.parametrize(("horizon", "tried"), [(1000, True), (10, False)])
+def test_plans_are_tried_if_the_passes_to_come_repay_the_trial(horizon: int, tried: bool) -> None:
+    tuner = Tuner([Candidate("present", 1.0), Candidate("other", 1.0)], warm_up=1, horizon=horizon)
+    drive(tuner, [1.0, 1.0], 100)
+    assert bool(tuner.trials) == tried
+
+
 def test_without_other_plans_nothing_is_tried() -> None:
     tuner = Tuner([Candidate("only", 1.0)], warm_up=1)
     drive(tuner, [0.5], 10)

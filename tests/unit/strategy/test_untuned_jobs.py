@@ -1,0 +1,62 @@
+"""Which jobs measure no links and search no plans: one process, without links."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.strategy.settings import StrategySettings
+from lightning_autosync.strategy.tuning import job_tuning
+from lightning_autosync.strategy.tuning.job_tuning import JobTuning
+from lightning_autosync.strategy.tuning.settings import TuningSettings
+
+NODE = ClusterSpec.uniform(nodes=1, devices=2, name="one node")
+
+
+def preparations(monkeypatch: pytest.MonkeyPatch, nodes: int, others: bool = False, **settings: Any) -> tuple[int, str]:
+    """How often a job prepares its tuning, and what it tells of it.
+
+    Args:
+        others: whether deterministic algorithms are on on another rank.
+    """
+    prepared = mock.Mock()
+    prepared.return_value.on_one_host = False
+    monkeypatch.setattr(job_tuning, "prepare", prepared)
+    monkeypatch.setattr(job_tuning, "gather_json", lambda own, group: [own, others])
+    job = JobTuning(nn.Linear(2, 2), StrategySettings(tuning=TuningSettings(), **settings), nodes, 2, None, None)
+    found = job._prepare(())
+    assert (found is not None) == prepared.called
+    return prepared.call_count, job._ended
+
+
+def test_a_job_on_several_nodes_prepares_its_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert preparations(monkeypatch, nodes=2)[0] == 1
+
+
+@pytest.mark.parametrize("strategy", [AutoSyncStrategy, AutoSyncFabricStrategy])
+def test_auto_is_an_unknown_cluster(strategy: Any) -> None:
+    assert strategy(cluster="auto")._settings == strategy()._settings
+    assert strategy(cluster="auto")._settings.cluster is None
+    assert strategy(cluster="four_equal")._settings.cluster is not None
+
+
+@pytest.mark.parametrize(("nodes", "cluster"), [(1, None), (2, NODE)])
+def test_a_job_on_one_machine_does_not(monkeypatch: pytest.MonkeyPatch, nodes: int, cluster: Any) -> None:
+    expected = 0, "no other plan is tried: all ranks run on one machine"
+    assert preparations(monkeypatch, nodes, cluster=cluster) == expected
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_job_does_not_if_algorithms_are_deterministic_on_any_rank(
+    monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not others)
+    count, told = preparations(monkeypatch, nodes=2, others=others)
+    assert count == 0
+    assert told.startswith("no other plan is tried: torch's deterministic algorithms are on")
