@@ -16,11 +16,14 @@ OTHER = {"framework": "pytorch_lightning", "plan": "ps"}
 OVERLAP, MICRO = {"overlap": "step"}, {"overlap": "step", "micro_batch": 2}
 
 
-@pytest.mark.parametrize("options", sweep([OVERLAP, OTHER, MICRO, {**OTHER, "micro_batch": 1}], [MICRO]), ids=str)
+@pytest.mark.parametrize(
+    "options", sweep([{}, OVERLAP, OTHER, MICRO, {**OTHER, "micro_batch": 1}], [{}, MICRO]), ids=str
+)
 def test_a_trainer_equals_one_process(quartet, options: dict[str, Any]) -> None:
     found = quartet.run(share_jobs.trainer_against_one_process, **options)
     for each in found:
         assert each["distance"] < 1e-6 < 0.1 < each["moved"]
+        assert each["steps"] > 50
     assert max(each["largest"] for each in found) == options.get("micro_batch", 8)
 
 
