@@ -112,6 +112,7 @@ def test_batch_norm_of_unequal_batches_is_warned_of_once(quartet, options: dict[
     "arguments",
     [
         {"begin": 9},
+        {"begin": 9, "workers": 1},  # which draws two batches ahead
         pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow),
         {"begin": 9, "fabric": True},
         # With overlap, while plans are tried, in the next test.
