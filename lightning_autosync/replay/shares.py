@@ -11,6 +11,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.replay.balance import Line, balance
 from lightning_autosync.replay.constants import Constants
+from lightning_autosync.replay.overlap import overlapped_step_time
 from lightning_autosync.workload import Workload
 
 if TYPE_CHECKING:
@@ -42,18 +43,24 @@ class MicroBatches:
 
 
 def shared_step_time(
-    schedule: Schedule, workload: Workload, cluster: ClusterSpec, constants: Constants
+    schedule: Schedule, workload: Workload, cluster: ClusterSpec, constants: Constants, overlaps: bool = False
 ) -> float | None:
     """Step time with batch shares in proportion to speeds; None if all ranks are equally fast.
 
     All ranks then compute for the same time, as if each had the mean speed. The optimizer's step is not shared out.
+
+    Args:
+        schedule: the messages.
+        workload: the workload, whose times are those of a node of speed 1.
+        overlaps: whether the job has ``overlap="step"``.
     """
     speeds = [cluster.nodes[node].speed for node in cluster.rank_nodes]
     mean = math.fsum(speeds) / len(speeds)
     if min(speeds) == max(speeds):
         return None
     later = workload.model_copy(update={"optimizer_time": workload.optimizer_time * mean / min(speeds)})
-    return _replay(later, cluster, mean, constants).predict(schedule).step_time
+    replay = _replay(later, cluster, mean, constants)
+    return overlapped_step_time(schedule, later, replay) if overlaps else replay.predict(schedule).step_time
 
 
 def micro_batched(
@@ -67,8 +74,9 @@ def micro_batched(
     """The step with ``batch_shares="auto"`` and a ``micro_batch``: shares are whole numbers of micro-batches.
 
     Ranks compute for unequal times, because shares are rounded; the prediction lets all begin to synchronize with the
-    slowest one. Gradients are synchronized in the backward pass of the last micro-batch only. A micro-batch is taken to
-    cost as much for each sample as the whole batch does. Besides, its gradients are added to those of the ones before.
+    slowest one. Gradients are synchronized in the backward pass of the last micro-batch only, without overlap. A
+    micro-batch is taken to cost as much for each sample as the whole batch does. Besides, its gradients are added to
+    those of the ones before.
 
     Args:
         schedule: the messages.

@@ -11,11 +11,12 @@ from lightning_autosync.documents import Count, Duration, Index, Record, Result,
 from lightning_autosync.measure.figures import numbers_table
 from lightning_autosync.report.predict import CUT_BOUND
 
-Kind = Literal["ddp", "choice", "overlap", "shares", "micro_batches", "builder", "bound"]
+Kind = Literal["ddp", "choice", "overlap", "shares", "shares_overlap", "micro_batches", "builder", "bound"]
 CHOICE: dict[Kind, str] = {
     "choice": "AutoSync",
     "overlap": 'AutoSync, overlap="step"',
     "shares": 'AutoSync, batch_shares="auto"',
+    "shares_overlap": 'AutoSync, batch_shares="auto", overlap="step"',
 }
 """Names of the rows of AutoSync's choice."""
 
@@ -25,8 +26,9 @@ class GainRow(Record):
 
     Attributes:
         kind: ``ddp``, ``choice`` (AutoSync's, without trials), ``overlap`` (its choice with overlap), ``shares`` (the
-            plan of ``choice`` with shares), ``micro_batches`` (the same with whole micro-batches), ``builder``, or
-            ``bound`` (of exact plans whose steps do not overlap; there is none if it is 0).
+            plan of ``choice`` with shares), ``shares_overlap`` (the plan of ``overlap`` with shares),
+            ``micro_batches`` (that of ``choice`` with whole micro-batches), ``builder``, or ``bound`` (of exact plans
+            whose steps do not overlap; there is none if it is 0).
         name: name for people.
         step_time: predicted seconds of a step.
         speedup: step time of the best DDP divided by this one.
@@ -77,9 +79,10 @@ class GainResult(Result):
 
     def figures(self) -> dict[str, str]:
         """The best DDP's step time, and speedups: of AutoSync's choice, with each option, and at the bound."""
-        kinds: tuple[Kind, ...] = ("choice", "overlap", "shares", "micro_batches", "bound")
+        kinds: tuple[Kind, ...] = ("choice", "overlap", "shares", "shares_overlap", "micro_batches", "bound")
         names = (
-            "speedup", "speedup with overlap", "speedup with shares", "speedup with micro-batches", "speedup at bound",
+            "speedup", "speedup with overlap", "speedup with shares", "speedup with shares and overlap",
+            "speedup with micro-batches", "speedup at bound",
         )  # fmt: skip
         speedups = {
             name: f"{row.speedup:.2f}x" for name, kind in zip(names, kinds, strict=True) for row in self.of(kind)

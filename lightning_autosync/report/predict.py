@@ -93,6 +93,7 @@ def predict(
     overlapped = overlapped_step_time(schedule, workload, replay, prediction)
     shared = _Shared(
         shared_step_time(schedule, workload, cluster, constants),
+        shared_step_time(schedule, workload, cluster, constants, overlaps=True),
         None if micro_batches is None else micro_batched(schedule, workload, cluster, constants, *micro_batches),
     )
     bounds = _Bounds(
@@ -108,9 +109,10 @@ def predict(
 
 @dataclass(frozen=True)
 class _Shared:
-    """The step with batch shares, and with micro-batches."""
+    """The step with batch shares, with these and overlap, and with micro-batches."""
 
     step_time: float | None
+    overlapped: float | None
     micro: MicroBatches | None
 
 
@@ -159,6 +161,8 @@ def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: _S
         f"synchronization      {seconds_text(prediction.synchronization_time):>12}",
         f"synchronization bound{seconds_text(bounds.synchronization):>12}{f' ({CUT_BOUND})' if cut else ''}",
     ]
+    if shared.overlapped is not None:
+        lines.insert(2, f"shares with overlap  {seconds_text(shared.overlapped):>12}")
     if shared.micro is not None:
         lines.insert(1, f"step, micro-batches  {seconds_text(shared.micro.step_time):>12} ({shared.micro.told})")
     if shared.step_time is not None:

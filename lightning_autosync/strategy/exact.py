@@ -104,6 +104,7 @@ class ExactReplica(SynchronizedPasses):
         if self._overlap is not None:
             shares.overlap(self._settings.timeout)
             self._overlap.waiting = shares.waiting
+        shares.note_norms(self._module)
         shares.needs_batches = shares.needs_batches or loss_weight_of(self._module) is not None
         self._follow_gradients()
 

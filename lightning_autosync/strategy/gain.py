@@ -160,14 +160,19 @@ def _of_choice(
     constants: Constants,
     micro_batches: tuple[int, int] | None,
 ) -> Iterator[_Price]:
-    """AutoSync's choice alone, its choice with overlap, batch shares where nodes differ in speed, and micro-batches."""
+    """AutoSync's choice alone and with overlap, both with batch shares where speeds differ, and micro-batches."""
     schedule, other = (compile_plan(each, workload, cluster) for each in (plan, overlapping))
     yield _Price("choice", CHOICE["choice"], replay.predict(schedule).step_time, plan, schedule)
     seconds = overlapped_step_time(other, workload, replay)
     yield _Price("overlap", CHOICE["overlap"], seconds, overlapping, other)
-    shared = shared_step_time(schedule, workload, cluster, constants)
-    if shared is not None:
-        yield _Price("shares", CHOICE["shares"], shared, plan, schedule)
+    both: tuple[tuple[Kind, SyncPlan, Schedule], ...] = (
+        ("shares", plan, schedule),
+        ("shares_overlap", overlapping, other),
+    )
+    for kind, chosen, compiled in both:
+        shared = shared_step_time(compiled, workload, cluster, constants, overlaps=kind == "shares_overlap")
+        if shared is not None:
+            yield _Price(kind, CHOICE[kind], shared, chosen, compiled)
     if micro_batches is not None:
         found = micro_batched(schedule, workload, cluster, constants, *micro_batches)
         name = f"{CHOICE['shares']}, micro_batch={found.samples} ({found.told})"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from threading import Thread
 from typing import Any
@@ -37,8 +40,8 @@ from lightning_autosync.strategy.shares.direct_calls import DirectCalls
 
 FEATURES, CLASSES = 6, 3
 SHARES = (1, 1, 2, 4)
-EPOCHS = 3
-"""Of trainings that are compared, if no plans are tried in them."""
+EPOCHS = 17
+"""Of trainings that are compared, if no plans are tried in them: with two batches in a step, they make 51 steps."""
 SAMPLES = 82
 """Of global batches of 16, the last one has 2 samples: ranks 0 and 1 get none of them."""
 BATCH = 4
@@ -184,9 +187,10 @@ def trainer_against_one_process(
     module = make_module(framework)
     module.compute = lambda *_: time.sleep(pause)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    fit(module, framework, strategy, max_epochs=epochs, **options)
+    trainer = fit(module, framework, strategy, max_epochs=epochs, **options)
     reference = one_process(epochs, 2, 0.5)
     return {
+        "steps": trainer.global_step,
         "distance": distance(module.network, reference),
         "moved": distance(reference, network()),
         "largest": max(len(numbers) for _, numbers, _ in module.seen),
@@ -256,12 +260,57 @@ def logged(**strategy: Any) -> dict[str, list[float]]:
     }
 
 
-def means_over_terms(**strategy: Any) -> float:
-    """The distance from one process of a model whose loss leaves out samples with label 0."""
+def means_over_terms(counts: bool = True, **strategy: Any) -> dict[str, Any]:
+    """Training with a loss that leaves out samples with label 0, which the module ``counts`` or does not.
+
+    Returns:
+        The distance from one process, and the warnings.
+    """
     module = make_module(ignored=0)
-    type(module).loss_weight = lambda _, batch: (batch[2] != 0).sum()
-    fit(module, strategy=strategy, max_epochs=3, accumulate_grad_batches=2)
-    return distance(module.network, one_process(3, 2, 1e9, ignored=0))
+    if counts:
+        type(module).loss_weight = lambda _, batch: (batch[2] != 0).sum()
+    with warned() as texts:
+        fit(module, strategy=strategy, max_epochs=3, accumulate_grad_batches=2)
+    return {"distance": distance(module.network, one_process(3, 2, 1e9, ignored=0)), "warnings": texts}
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """The warnings of AutoSync within the block, after it."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [text for each in caught if (text := str(each.message)).startswith("AutoSync: ")]
+
+
+def trains_with_batch_norm(synchronized: bool = False, fabric: bool = False, **strategy: Any) -> list[str]:
+    """The warnings of a job with batch norm, whose last rank is half as fast as the others.
+
+    It trains under a Trainer only. ``SyncBatchNorm``, which needs GPUs, can be set up everywhere.
+    """
+    clock, rank = Clock(), dist.get_rank()
+
+    def compute(_: int, samples: int) -> None:
+        clock.seconds += 0.05 * samples * (2.0 if rank == dist.get_world_size() - 1 else 1.0)
+
+    normed = nn.Sequential(network(), nn.BatchNorm1d(CLASSES))
+    with warned() as texts, mock.patch.object(auto, "now", clock):
+        if fabric:
+            each = Fabric(
+                accelerator="cpu",
+                devices=4,
+                strategy=AutoSyncFabricStrategy(**strategy),
+                plugins=[TorchElasticEnvironment()],
+            )
+            each.launch()
+            each.setup_module(nn.SyncBatchNorm.convert_sync_batchnorm(normed) if synchronized else normed)
+            each.strategy.teardown()
+        else:
+            module = make_module(samples=16 * 12, sampler="drop_last")
+            module.network, module.compute = normed, compute
+            fit(module, strategy=strategy, max_epochs=1)
+    return texts
 
 
 def thaws_while_gradients_accumulate() -> dict[str, float]:

@@ -16,11 +16,14 @@ OTHER = {"framework": "pytorch_lightning", "plan": "ps"}
 OVERLAP, MICRO = {"overlap": "step"}, {"overlap": "step", "micro_batch": 2}
 
 
-@pytest.mark.parametrize("options", sweep([OVERLAP, OTHER, MICRO, {**OTHER, "micro_batch": 1}], [MICRO]), ids=str)
+@pytest.mark.parametrize(
+    "options", sweep([{}, OVERLAP, OTHER, MICRO, {**OTHER, "micro_batch": 1}], [{}, MICRO]), ids=str
+)
 def test_a_trainer_equals_one_process(quartet, options: dict[str, Any]) -> None:
     found = quartet.run(share_jobs.trainer_against_one_process, **options)
     for each in found:
         assert each["distance"] < 1e-6 < 0.1 < each["moved"]
+        assert each["steps"] > 50
     assert max(each["largest"] for each in found) == options.get("micro_batch", 8)
 
 
@@ -74,13 +77,42 @@ def test_logged_means_count_samples(quartet, options: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("options", sweep([{}, {"micro_batch": 2}], [{"micro_batch": 2}]), ids=str)
 def test_losses_that_are_means_over_terms_are_weighted_by_the_module(quartet, options: dict[str, int]) -> None:
-    assert max(quartet.run(share_jobs.means_over_terms, **options)) < 1e-6
+    for found in quartet.run(share_jobs.means_over_terms, **options):
+        assert found["distance"] < 1e-6
+        assert not found["warnings"]
+
+
+def test_other_losses_that_are_means_over_terms_are_warned_of(quartet) -> None:
+    first, *others = quartet.run(share_jobs.means_over_terms, counts=False)
+    assert first["distance"] > 1e-3
+    assert any("with ignored targets" in text for text in first["warnings"])
+    assert not any(each["warnings"] for each in others)
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"batch_shares": (2, 2, 2, 4)}, True),
+        ({"batch_shares": (2, 2, 2, 4), "fabric": True}, True),
+        ({"batch_shares": "auto"}, True),
+        ({"batch_shares": (2, 2, 2, 4), "fabric": True, "synchronized": True}, False),
+        ({"batch_shares": (2, 2, 2, 4), "micro_batch": 2}, False),
+        ({"batch_shares": (1, 1, 1, 1)}, False),
+    ],
+    ids=str,
+)
+def test_batch_norm_of_unequal_batches_is_warned_of_once(quartet, options: dict[str, Any], warns: bool) -> None:
+    first, *others = quartet.run(share_jobs.trains_with_batch_norm, **options)
+    assert [text for text in first if "BatchNorm1d" in text] == first
+    assert len(first) == warns
+    assert not any(others)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         {"begin": 9},
+        {"begin": 9, "workers": 1},  # which draws two batches ahead
         pytest.param({"begin": 30, "workers": 2}, marks=pytest.mark.slow),
         {"begin": 9, "fabric": True},
         # With overlap, while plans are tried, in the next test.

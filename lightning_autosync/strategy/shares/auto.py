@@ -263,6 +263,7 @@ class AutoShares(BatchShares):
             f"AutoSync: {self.history[-1].place}, ranks compute {', '.join(map(str, counts))} of {sum(counts)} "
             f"samples ({why})"
         )
+        self._warn_of_norms()
 
 
 def open_shares(settings: StrategySettings, rank: int, ranks: int, device: torch.device) -> BatchShares | None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_autosync.engine.collectives import group_device
@@ -89,6 +91,7 @@ class BatchShares:
         self._passes = 0
         self._sampler: BatchCutter | None = None
         self._in_step = self._checked = False
+        self._norm = ""
 
     # Data
 
@@ -137,6 +140,25 @@ class BatchShares:
         return divide(total, self.shares, self.unit)
 
     # Steps
+
+    def note_norms(self, module: nn.Module) -> None:
+        """Warn of batch norm in ``module``, as soon as shares are unequal."""
+        norms = (
+            f"'{name}' is a {type(part).__name__}"
+            for name, part in module.named_modules()
+            if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
+        )
+        self._norm = self._norm or next(norms, "")
+        self._warn_of_norms()
+
+    def _warn_of_norms(self) -> None:
+        # The statistics of micro-batches do not depend on shares.
+        if self._norm and self._micro_batch is None and min(self.shares) < max(self.shares):
+            rank_zero_warn(
+                f"AutoSync: {self._norm}, whose statistics are those of one rank's samples, so they depend on its "
+                "share of a batch. SyncBatchNorm takes those of all ranks"
+            )
+            self._norm = ""
 
     def begin_training(self, module: nn.Module, replica: Any, backward: Callable[..., None]) -> None:
         """Begin training under a Trainer.

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.strategy.shares.cuts import LOSS_WEIGHT
 from lightning_autosync.strategy.shares.parts import loss_of
 
-_SUM = 2
-"""What autograd's nodes of losses call a sum: ``torch.nn.functional._Reduction``."""
-_TRANSPARENT = ("AddBackward", "NegBackward", "ToCopyBackward", "CloneBackward", "AliasBackward")
-"""Beginnings of the names of nodes that keep a sum a sum."""
+_MEAN, _SUM = 1, 2
+"""What autograd's nodes of losses call a mean and a sum: ``torch.nn.functional._Reduction``."""
+_MULTIPLIED = "MulBackward"
+# No division: a sum that is divided is the usual form of a mean.
+_TRANSPARENT = (
+    "AddBackward", "SubBackward", "RsubBackward", "NegBackward", _MULTIPLIED, "ToCopyBackward", "CloneBackward",
+    "AliasBackward",
+)  # fmt: skip
+"""Beginnings of the names of nodes that keep a sum a sum, and a mean a mean."""
 _ADVICE = (
-    f"batch shares need the mean over samples, or {LOSS_WEIGHT}(batch) of the module with the number of terms of a mean"
+    f"batch shares need the mean over samples, or {LOSS_WEIGHT}(batch) of the module with the number of terms of a "
+    "mean, or the sum of their weights"
 )
 
 
@@ -27,21 +34,48 @@ def loss_weight_of(module: nn.Module) -> Callable[[Any], Any] | None:
 
 
 def check_loss(output: Any) -> None:
-    """Refuse a loss that is the sum of a batch, and warn of one that may be, as far as autograd's graph tells.
+    """Refuse a loss that is the sum of a batch, and warn of what may be wrong, as far as autograd's graph tells.
 
     Args:
         output: the output of a training step.
 
     Raises:
-        PlanError: the loss was made with ``reduction="sum"``.
+        PlanError: the loss, or something that is added to it, was made with ``reduction="sum"``.
     """
     loss = loss_of(output)
-    node = None if loss is None else loss.grad_fn
-    while node is not None and node.name().startswith(_TRANSPARENT):
-        node = node.next_functions[0][0]
-    if node is None:
-        return
-    if getattr(node, "_saved_reduction", None) == _SUM:
-        raise PlanError(f"loss: training_step returns a loss with reduction='sum' ({node.name()}); {_ADVICE}")
-    if node.name().startswith("SumBackward"):
-        rank_zero_warn(f"AutoSync: training_step returns a sum ({node.name()}). If it sums over samples: {_ADVICE}")
+    for node, multiplied in () if loss is None else _terms(loss):
+        name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+        if reduction == _SUM and not multiplied:
+            raise PlanError(f"loss: training_step returns a loss with reduction='sum' ({name}); {_ADVICE}")
+        if reduction == _SUM or name.startswith("SumBackward"):
+            rank_zero_warn(f"AutoSync: training_step returns a sum ({name}). If it sums over samples: {_ADVICE}")
+        if reduction == _MEAN and name.startswith("NllLoss") and (reasons := _unequal_terms(node)):
+            rank_zero_warn(f"AutoSync: training_step returns a mean ({name}) with {' and '.join(reasons)}: {_ADVICE}")
+
+
+def _terms(loss: Tensor) -> Iterator[tuple[Node, bool]]:
+    """The nodes of autograd's graph that add up to ``loss``, and whether they are multiplied by something before."""
+    left, seen = [(loss.grad_fn, False)], set()
+    while left:
+        node, multiplied = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name.startswith(_TRANSPARENT):
+            multiplied = multiplied or name.startswith(_MULTIPLIED)
+            left += [(each, multiplied) for each, _ in node.next_functions]
+        else:
+            yield node, multiplied
+
+
+def _unequal_terms(node: Any) -> list[str]:
+    """Why the targets of a mean of negative log-likelihoods count differently."""
+    try:
+        targets, weights = node._saved_target, node._saved_weight
+    except RuntimeError:  # training_step has made the backward pass, which frees them
+        return []
+    # Autograd keeps the index without its sign.
+    ignored = bool((targets == (node._saved_ignore_index + 2**63) % 2**64 - 2**63).any())
+    weighted = weights is not None and bool((weights != weights[0]).any())
+    return ["ignored targets"] * ignored + ["class weights"] * weighted

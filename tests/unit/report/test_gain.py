@@ -62,10 +62,15 @@ def test_every_speedup_is_over_the_best_ddp_and_none_beats_the_bound(result: Gai
 
 
 def test_batch_shares_have_a_row_where_nodes_have_different_speeds(result: GainResult) -> None:
-    assert result.of("shares") == []
+    assert result.of("shares") == result.of("shares_overlap") == []
     unequal = gain(cluster=SLOW_NODE)
     (shares,), (choice,) = unequal.of("shares"), unequal.of("choice")
     assert shares.step_time < choice.step_time
+    (both,), (overlap,) = unequal.of("shares_overlap"), unequal.of("overlap")
+    assert both.step_time < min(shares.step_time, overlap.step_time)
+    assert both.topologies == overlap.topologies
+    assert both.name == 'AutoSync, batch_shares="auto", overlap="step"'
+    assert "speedup with shares and overlap" in unequal.figures()
 
 
 def test_micro_batches_have_a_row_that_says_what_was_assumed() -> None:

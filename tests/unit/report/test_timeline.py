@@ -122,6 +122,7 @@ def test_predict_tells_what_batch_shares_would_give(tmp_path: Path) -> None:
     assert result["step_time"] == pytest.approx(12.0, rel=0.01)
     assert result["shared_step_time"] == pytest.approx(3.0 * 4 / 3.25, rel=0.01)
     assert f"step, batch shares   {seconds_text(result['shared_step_time']):>12}" in text
+    assert "shares with overlap       3.69" in text  # there is next to nothing to hide
 
 
 ALIKE = ClusterSpec.racks(racks=2, nodes_per_rack=40, bandwidth=1e6, uplink=1e6)

@@ -18,6 +18,8 @@ from lightning_autosync.strategy.shares.memory import is_memory_error
 from lightning_autosync.strategy.shares.parts import IndivisibleError, cut
 
 TARGETS = torch.tensor([0, 1, 0, 1])
+IGNORED = torch.tensor([0, 1, -100, 1])
+CLASS_WEIGHTS = torch.tensor([1.0, 3.0])
 
 
 @pytest.mark.parametrize("as_mapping", [False, True])
@@ -35,26 +37,67 @@ def test_sums_of_losses_are_refused(loss: Callable[[Tensor], Tensor], as_mapping
         check_loss({"loss": value} if as_mapping else value)
 
 
-def test_other_sums_are_warned_of() -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda values: values.sum(),
+        lambda values: values.square().sum() * 0.5,
+        lambda values: F.cross_entropy(values, TARGETS, reduction="sum") * 0.25,  # may be a mean, so it is no error
+        lambda values: values.mean() + 0.1 * values.square().sum(),
+        lambda values: values.mean() - values.sum(),
+        lambda values: 1.0 - values.sum(),
+    ],
+    ids=["sum", "half", "part of a loss", "second term", "subtracted", "subtracted from a number"],
+)
+def test_other_sums_are_warned_of(loss: Callable[[Tensor], Tensor]) -> None:
     with pytest.warns(UserWarning, match="training_step returns a sum"):
-        check_loss(torch.randn(4, requires_grad=True).sum())
+        check_loss(loss(torch.randn(4, 2, requires_grad=True)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (lambda values: F.cross_entropy(values, IGNORED), "ignored targets"),
+        (lambda values: F.cross_entropy(values, TARGETS, ignore_index=1), "ignored targets"),
+        (lambda values: F.cross_entropy(values.view(2, 2, 2), IGNORED.view(2, 2)), "ignored targets"),
+        (lambda values: 0.5 * F.cross_entropy(values, IGNORED) + values.square().mean(), "ignored targets"),
+        (lambda values: F.cross_entropy(values, TARGETS, weight=CLASS_WEIGHTS), "class weights"),
+        (lambda values: F.nll_loss(values, IGNORED, CLASS_WEIGHTS), "ignored targets and class weights"),
+        (lambda values: F.cross_entropy(values, IGNORED, label_smoothing=0.1), "ignored targets"),
+    ],
+    ids=["ignored", "index", "tokens", "first of two", "weights", "both", "smoothing"],
+)
+def test_means_over_terms_that_samples_have_different_numbers_of_are_warned_of(
+    loss: Callable[[Tensor], Tensor], what: str
+) -> None:
+    with pytest.warns(UserWarning, match=rf"training_step returns a mean .* with {what}: .*loss_weight"):
+        check_loss(loss(torch.randn(4, 2, requires_grad=True)))
 
 
 @pytest.mark.parametrize(
     "loss",
     [
         lambda values: F.cross_entropy(values, TARGETS),
+        lambda values: F.cross_entropy(values, TARGETS, torch.tensor([2.0, 2.0]), label_smoothing=0.1),
+        lambda values: F.cross_entropy(values.view(2, 2, 2), TARGETS.view(2, 2)),
+        lambda values: F.cross_entropy(values, TARGETS, reduction="none").mean() * 2.0,
         lambda values: values.square().sum(dim=1).mean(),
         lambda values: values.square().sum() / len(values),
         lambda values: values.detach().sum(),
         lambda _: None,
     ],
-    ids=["mean", "mean of sums", "sum by length", "no graph", "no loss"],
+    ids=["mean", "equal weights", "tokens", "mean of losses", "mean of sums", "sum by length", "no graph", "no loss"],
 )
 def test_means_are_not(loss: Callable[[Tensor], Tensor | None]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_loss(loss(torch.randn(4, 2, requires_grad=True)))
+
+
+def test_a_loss_whose_backward_pass_was_made_is_not_asked_for_its_targets() -> None:
+    loss = F.cross_entropy(torch.randn(4, 2, requires_grad=True), IGNORED)
+    loss.backward()
+    check_loss(loss)
 
 
 def test_parts_of_a_batch_have_the_same_samples_everywhere() -> None:
