@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,8 +79,22 @@ def _step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     part = part_of(optimizer, groups)
     device = groups[0]["params"][0].device.type
     # The caller may be a forward pass in any mode, but the step must compute as after backward.
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False), _not_compiling():
         method(part)
+
+
+@contextmanager
+def _not_compiling() -> Iterator[None]:
+    """A context in which PyTorch's optimizers do not see that it is `torch.compile` that reads a parameter.
+
+    They round otherwise in steps that are compiled.
+    """
+    compiler: Any = torch.compiler
+    compiling, compiler._is_compiling_flag = compiler._is_compiling_flag, False
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = compiling
 
 
 def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -113,6 +113,7 @@ class StepOverlap:
                 self.complete(index)
             self._stream.wait()
 
+    @torch._disable_dynamo  # code that is compiled may read a parameter, but its step must not become a part of it
     def complete(self, index: int) -> None:
         """See `Owner.complete`. Other threads that read one of the parameters meanwhile wait until this is done."""
         with self._lock:

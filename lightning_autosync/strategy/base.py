@@ -93,8 +93,11 @@ class Replica(ABC):
         """The figures of the steps since the last call; None if there were none, or `measure_steps` was not called."""
         return None
 
-    def settle(self) -> None:
+    def settle(self, compiled: bool = False) -> None:
         """Complete the parameters whose last step is still due; not collective, and without effect if none is.
+
+        Args:
+            compiled: whether a forward pass follows that `torch.compile` compiled.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
@@ -241,8 +244,9 @@ class SynchronizedModule(nn.Module):
     def prepare_forward(self) -> None:
         """Do what comes before each forward pass; collective where ranks exchange buffers."""
         # Compiled code reads parameters without asking their class. Evaluation has faster paths for plain parameters.
-        if torch.compiler.is_compiling() or not self.module.training or not torch.is_grad_enabled():
-            self._settle()
+        compiled = torch.compiler.is_compiling()
+        if compiled or not self.module.training or not torch.is_grad_enabled():
+            self._settle(compiled)
         self._before_forward()
 
     @property
@@ -259,8 +263,8 @@ class SynchronizedModule(nn.Module):
         return accumulation(self.replica)
 
     @torch.compiler.disable
-    def _settle(self) -> None:
-        self.replica.settle()
+    def _settle(self, compiled: bool) -> None:
+        self.replica.settle(compiled)
 
     @torch.compiler.disable
     def _after_forward(self) -> None:

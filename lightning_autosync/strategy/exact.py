@@ -160,9 +160,11 @@ class ExactReplica(SynchronizedPasses):
         """Note that the job has other modules too; all ranks call it at the same place of their programs."""
         self._parameters.alone = self._parameters.active = False
 
-    def settle(self) -> None:
+    def settle(self, compiled: bool = False) -> None:
         if self._overlap is not None:
             self._overlap.settle()
+            if compiled:
+                self._waits.tell_compiled()
 
     @property
     def clips_norms(self) -> Literal["never", "may", "must"]:

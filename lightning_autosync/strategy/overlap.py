@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -55,14 +56,22 @@ class WaitLog:
     """Tells on rank 0, once for each reason, why the steps of a job that overlaps wait at times."""
 
     def __init__(self) -> None:
-        self._told = [False] * len(_REASONS)
+        self._told: set[str] = set()
 
     def tell(self, *holds: bool) -> None:
         """Note the reasons of a step that waits: changed parameters, tuning, a comparison of weights, and shares."""
-        for place, holding in enumerate(holds):
-            if holding and not self._told[place]:
-                self._told[place] = True
-                rank_zero_info(f"AutoSync: overlap: {_WAIT} {_REASONS[place]}")
+        for reason, holding in zip(_REASONS, holds, strict=False):
+            if holding:
+                self._say(f"{_WAIT} {reason}")
+
+    def tell_compiled(self) -> None:
+        """Note that a forward pass of compiled code follows."""
+        self._say("steps wait for gradients before each forward pass, because the module is compiled")
+
+    def _say(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            rank_zero_info(f"AutoSync: overlap: {line}")
 
 
 def reading_past_failures(module: nn.Module | None) -> AbstractContextManager[Any]:
@@ -96,9 +105,22 @@ def _why_not(module: nn.Module) -> str:
         marks = (vars(part).get(each) for each in ("_compiled_call_impl", "_compiler_ctx"))
         if COMPILED in part._modules or any(mark is not None for mark in marks):
             return f"{called} is compiled"
+        if method := _compiled_method(part):
+            return f"'{method}' of {called} is compiled"
         if getattr(vars(part).get("forward"), "__module__", None) == "torch.cuda.graphs":
             return f"{called} runs as a CUDA graph"
         for parameter_name, parameter in part.named_parameters(recurse=False):
             if type(parameter) is not nn.Parameter:
                 return f"'{parameter_name}' of {called} is a {type(parameter).__name__}, a class of its own"
+    return ""
+
+
+def _compiled_method(part: nn.Module) -> str:
+    """Name of a method or attribute that `torch.compile` made for a module; empty if there is none."""
+    for place in (vars(part), *map(vars, type(part).__mro__)):
+        for name, value in place.items():
+            marks = vars(value) if isinstance(value, FunctionType) else {}
+            # `torch.compiler.disable` leaves both marks.
+            if "_torchdynamo_orig_callable" in marks and "_torchdynamo_disable" not in marks:
+                return name
     return ""

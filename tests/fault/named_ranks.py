@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, TuningSettings, builders
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.due_parameter import due_of
 from lightning_autosync.strategy import resolution
 from lightning_autosync.strategy.resolution import resolve
 from lightning_autosync.workload import describe
@@ -81,6 +82,33 @@ class Job:
                 ask_all(self.trainer.strategy, self.where)
         time.sleep(0.005)
         return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class DueJob:
+    """A model that overlaps, whose steps wait for sums that never come; beside a framework's ``LightningModule``.
+
+    The victim fails before its backward pass, but after the others have stepped.
+    """
+
+    def __init__(self, fate: Fate) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.fate = fate
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index == STRUCK and dist.get_rank() == self.fate.victim:
+            while self.fate.store.add("stepped", 0) < dist.get_world_size() - 1:
+                time.sleep(0.01)
+            self.fate.strike()
+        return self.layer(batch[0]).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if index == STRUCK:
+            assert all(due_of(each) is not None for each in self.layer.parameters())
+            self.fate.store.add("stepped", 1)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.01)
@@ -195,6 +223,22 @@ def train(
             kind=kind,
             timeout=timedelta(seconds=timeout),
         )
+
+
+def train_with_overlap(
+    store: dist.Store, rank: int, size: int, rejoin: bool, port: int, kind: str, how: str, victim: int, timeout: float
+) -> dict[str, Any]:
+    """What ``fit`` raises on this rank, and what raises when weights are read and saved afterwards."""
+    join(rank, size, port)
+    made: list[Any] = []
+
+    def job(base: type) -> Any:
+        made.append(type("Faulty", (DueJob, base), {})(Fate(store, how, victim)))
+        return made[0]
+
+    found = fit("lightning", job, size, kind=kind, overlap="step", timeout=timedelta(seconds=timeout))
+    readers = (made[0].layer[0].weight.sum, made[0].state_dict)
+    return {**found, "read": [outcome(reader) for reader in readers]}
 
 
 def train_with_fabric(

@@ -72,6 +72,17 @@ def test_whatever_asks_all_ranks_names_the_rank(where: str, how: str) -> None:
     check(survivors(how, kind="shared memory", where=where), how)
 
 
+@pytest.mark.parametrize("how", sweep(["kill", "stop"], ["kill"]))
+@pytest.mark.parametrize("kind", sweep(["native", "tree"], ["tree"]))
+def test_readers_name_the_rank_whose_sums_their_steps_wait_for(kind: str, how: str) -> None:
+    timeout = TIMEOUT if how == "stop" else LONG
+    with crew_of("train_with_overlap", 3, kind=kind, how=how, victim=VICTIM, timeout=timeout) as crew:
+        found = [crew.result(rank, LIMIT) for rank in (0, 2)]
+    check(found, how)
+    for seen in found:
+        check(seen["read"], how)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop", "exception", "term"])
 def test_under_the_other_framework(how: str) -> None:

@@ -73,6 +73,8 @@ def train(
     if "cluster" in options:
         options["cluster"] = ClusterSpec.from_dict(options["cluster"])
     plugins = jobs._scaler(half)
+    # Of the 8 batches of an epoch, those that overflow make no step; at least 20 steps are made.
+    arguments.setdefault("max_epochs", 4 if arguments.get("accumulate_grad_batches", 1) == 1 else 14)
     with late_steps() as late:
         trainer = jobs.make_trainer(AutoSyncStrategy(**options), plugins, **arguments)
         trainer.fit(module)
@@ -246,7 +248,7 @@ def clipped_by_fabric(strategy: dict[str, Any]) -> dict[str, Any]:
         module, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.05))
         norms = []
         with late_steps() as late:
-            for step in range(8):
+            for step in range(20):
                 inputs = torch.full((4, 5), 0.1 * step + fabric.global_rank)
                 fabric.backward(module(inputs).square().sum())
                 norms.append(float(fabric.clip_gradients(module, optimizer, max_norm=0.5)))
@@ -259,7 +261,7 @@ def clipped_by_fabric(strategy: dict[str, Any]) -> dict[str, Any]:
 
 
 def scaled_by_fabric(strategy: dict[str, Any], clip: dict[str, float]) -> dict[str, Any]:
-    """The weights and loss scales of 20 steps under Fabric, of which two overflow, and the late steps, by overlap."""
+    """The weights and loss scales of 22 steps under Fabric, of which two overflow, and the late steps, by overlap."""
     found: dict[str, Any] = {}
     for overlap in (None, "step"):
         options = {**strategy, "cluster": ClusterSpec.from_dict(strategy["cluster"])}
@@ -271,7 +273,7 @@ def scaled_by_fabric(strategy: dict[str, Any], clip: dict[str, float]) -> dict[s
         module, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.05))
         scales = []
         with late_steps() as late:
-            for step in range(20):
+            for step in range(22):
                 inputs = torch.full((4, 5), 0.1 * step + fabric.global_rank)
                 infinite = step in (4, 5) and fabric.global_rank == 1
                 fabric.backward(module(inputs).square().sum() * (torch.inf if infinite else 1.0))
@@ -388,6 +390,64 @@ class Functional(Sees):
         return torch.func.functional_call(self.head, parameters, hidden).square().sum()
 
 
+class FunctionalCall(Sees):
+    """Calls a layer with its own parameters, while their steps are due."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.func.functional_call(self.body, dict(self.body.named_parameters()), (inputs,))
+        return self.head(torch.tanh(hidden))
+
+
+class NeverCalled(Sees):
+    """Attention reads the weights of a module that is never called, and an LSTM keeps a list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(models.FEATURES, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden, _ = self.recurrent(inputs[:, None].expand(-1, 3, -1))
+        attended, _ = self.attention(hidden, hidden, hidden)
+        return self.head(torch.tanh(self.body(inputs) + attended.sum(1)))
+
+
+@torch.compile(backend="aot_eager")
+def compiled_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), labels)
+
+
+class CompiledLoss(Sees):
+    """A compiled function, which is not the module's, takes a weight. Adam rounds otherwise in steps it compiles."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = compiled_loss(torch.tanh(self.body(batch[0])), self.head.weight, batch[1])
+        self.seen.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class CompiledMethod(Sees):
+    """Calls a method of its own that it has compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compiled = torch.compile(self._compute, backend="aot_eager")
+
+    def _compute(self, inputs: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.body(inputs)), self.head.weight, self.head.bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self._compiled(inputs)
+
+
+def compiled_whole() -> Any:
+    """A compiled LightningModule."""
+    return torch.compile(models.Plain(), backend="aot_eager")
+
+
 class ByHand(Sees):
     """Manual optimization that reads gradients between the backward pass and the step in every second step."""
 
@@ -462,22 +522,26 @@ def second_model() -> tuple[list[int], int]:
     return module.due, module.completed
 
 
-def compiled() -> bool:
-    """Whether a module that Fabric compiles trains alike with overlap and without, where some steps are late."""
+def compiled() -> tuple[bool, list[str]]:
+    """Whether a module that Fabric compiles trains alike with overlap and without, where some steps are late.
+
+    With it, what rank 0 is told about steps that wait.
+    """
     found = []
     for overlap in (None, "step"):
         fabric = jobs.make_fabric(AutoSyncFabricStrategy(overlap=overlap, **SMALL))
         torch.manual_seed(3)
         module = torch.compile(models.Plain(), backend="aot_eager")
         wrapped, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.05))
-        with late_steps() as late:
-            for inputs, labels in models.loader():
+        with late_steps() as late, mock.patch.object(overlap_lines, "rank_zero_info") as tell:
+            for inputs, labels in models.loader(samples=48):
                 fabric.backward(F.cross_entropy(wrapped(inputs), labels))
                 optimizer.step()
                 optimizer.zero_grad()
             found.append({name: value.clone() for name, value in jobs.state(module).items()})
         fabric.strategy.teardown()
-    return late[0] > 0 and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    equal = all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    return late[0] > 0 and equal, [call.args[0] for call in tell.call_args_list]
 
 
 def with_fabric(overlap: str | None, cleared: str) -> list[list[float]]:
@@ -490,7 +554,7 @@ def with_fabric(overlap: str | None, cleared: str) -> list[list[float]]:
     wrapped_head = fabric.setup(head)
     second = fabric.setup_optimizers(torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9))
     evaluated = []
-    for index, (inputs, labels) in enumerate(fabric.setup_dataloaders(models.loader())):
+    for index, (inputs, labels) in enumerate(fabric.setup_dataloaders(models.loader(samples=128))):
         accumulating = index % 3 == 0
         with fabric.no_backward_sync(wrapped_body, accumulating), fabric.no_backward_sync(wrapped_head, accumulating):
             loss = F.cross_entropy(wrapped_head(torch.tanh(wrapped_body(inputs))), labels)

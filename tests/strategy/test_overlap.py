@@ -55,12 +55,14 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "a layer that is skipped": {"model": "Skips", "strategy": {**SMALL, "gradient_as_bucket_view": True}},
     "settled at odd times": {"model": "Settles", "strategy": SMALL},
     "torch.func": {"model": "Functional", "strategy": SMALL},
+    "functional_call": {"model": "FunctionalCall", "strategy": SMALL},
+    "weights of modules that are never called": {"model": "NeverCalled", "strategy": SMALL},
+    "compiled loss": {"model": "CompiledLoss", "strategy": SMALL},
     "manual optimization": {"model": "ByHand", "strategy": SMALL},
-    "gradient scaler": {"model": "Scaled", "half": True, "max_epochs": 3, "strategy": FINE},
+    "gradient scaler": {"model": "Scaled", "half": True, "strategy": FINE},
     "gradient scaler, accumulation": {
         "model": "Scaled",
         "half": True,
-        "max_epochs": 3,
         "accumulate_grad_batches": 2,
         "strategy": FINE,
     },
@@ -83,6 +85,8 @@ WAITS: dict[str, dict[str, Any]] = {
     "two optimizers, accumulation in place": {"model": "AccumulatesInPlace", "strategy": SMALL},
     "freezing": {"model": "ThawsLate", "strategy": SMALL},
     "compiled part": {"model": "Compiled"},
+    "compiled method": {"model": "CompiledMethod", "strategy": SMALL},
+    "compiled model": {"model": "compiled_whole", "strategy": SMALL},
     "gradient scaler, native": {"model": "Scaled", "half": True, "strategy": {"plan": "all_reduce", **SMALL}},
     "gradient scaler, gradients seen": {"model": "ScaledAndSeen", "half": True, "strategy": FINE},
     "gradient scaler, gradients seen by one rank": {"model": "ScaledAndSeenEarly", "half": True, "strategy": FINE},
@@ -93,7 +97,8 @@ WAITS: dict[str, dict[str, Any]] = {
     "scaler with overflows": {"model": "Mixture", "half": True, "max_epochs": 1},
 }
 QUICK = ("trees", "native", "another order", "clipping by value", "settled at odd times", "clipping by norm")
-QUICK += ("gradient scaler", "gradient scaler, fused optimizer")
+QUICK += ("gradient scaler", "gradient scaler, fused optimizer", "losses", "a layer that is skipped")
+QUICK += ("functional_call", "weights of modules that are never called", "compiled loss", "compiled method")
 
 
 @pytest.mark.parametrize("case", sweep(OVERLAPS, [case for case in OVERLAPS if case in QUICK]))
@@ -208,7 +213,10 @@ def test_a_second_model_leaves_the_first_one_alone(duo) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_module_equals_waiting(duo) -> None:
-    assert all(duo.run(overlap_jobs.compiled))
+    for equal, told in duo.run(overlap_jobs.compiled):
+        assert equal
+        line = "AutoSync: overlap: steps wait for gradients before each forward pass, because the module is compiled"
+        assert told.count(line) == 1
 
 
 @pytest.mark.parametrize("cleared", sweep(["by optimizers", "by modules", "by hand"], ["by optimizers"]))

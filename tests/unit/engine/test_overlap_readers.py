@@ -43,8 +43,17 @@ READERS: dict[str, Callable[[Job], Any]] = {
     "new state of the optimizer": lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict()),
     "another optimizer": lambda job: torch.optim.Adamax(job.module.parameters(), lr=0.0).step(),
     "a transformed function": lambda job: torch.func.grad(lambda inputs: job.module(inputs).sum())(torch.ones(1, 3)),
+    "functional_call": lambda job: torch.func.functional_call(
+        job.module[0], dict(job.module[0].named_parameters()), torch.ones(1, 3)
+    ),
+    "a compiled function": lambda job: compiled(torch.ones(1, 3), job.module[0].weight),
     "another thread": lambda job: in_thread(lambda: job.module[0].weight.sum()),
 }
+
+
+@torch.compile(backend="eager")
+def compiled(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(inputs, weight).sum()
 
 
 def in_thread(call: Callable[[], Any]) -> None:
@@ -219,6 +228,19 @@ def test_a_step_is_never_recorded_by_a_trace(job: Job) -> None:
         torch.jit.trace(job.module, torch.ones(1, 3), check_trace=False)
     job.overlap.settle()
     assert all(map(torch.equal, job.module.parameters(), job.expected()))
+
+
+def test_a_step_is_never_compiled_with_its_reader() -> None:
+    """Adam rounds otherwise in steps that are compiled."""
+    job = Job(kind=torch.optim.Adam)
+    read = torch.compile(lambda: nn.functional.linear(torch.ones(2, 3), job.module[0].weight).sum(), backend="eager")
+    for _ in range(5):
+        job.step()
+        job.optimizer.zero_grad()
+        read()
+        assert not due(job)[0]
+    job.overlap.settle()
+    assert all(map(torch.equal, job.module.parameters(), job.expected(5)))
 
 
 class Marked(torch.Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,12 +32,32 @@ def with_other_class() -> nn.Module:
     return module
 
 
+class Decorated(nn.Linear):
+    @torch.compile(backend="eager")
+    def compute(self, inputs: Any) -> Any:
+        return self(inputs)
+
+
+class NotCompiled(nn.Linear):
+    @torch.compiler.disable
+    def compute(self, inputs: Any) -> Any:
+        return self(inputs)
+
+
+def with_compiled_attribute() -> nn.Module:
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    module[0].compute = torch.compile(module[0].forward, backend="eager")
+    return cast(nn.Module, module)
+
+
 REASONS: dict[str, tuple[nn.Module, str]] = {
     "several devices": (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "the model is on 'meta'"),
     "graph": (graphed(), "'1' runs as a CUDA graph"),
     "script": (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "'0' is a TorchScript module"),
     "class": (with_other_class(), "'weight' of the model is a Other"),
     "compiled": (nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager")), "'0' is compiled"),
+    "compiled method": (Decorated(2, 2), "'compute' of the model is compiled"),
+    "compiled attribute": (with_compiled_attribute(), "'compute' of '0' is compiled"),
 }
 
 
@@ -48,4 +68,4 @@ def test_why_steps_wait(name: str) -> None:
 
 
 def test_plain_modules_overlap() -> None:
-    assert not _why_not(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    assert not _why_not(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), NotCompiled(2, 2)))
