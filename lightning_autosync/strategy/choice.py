@@ -76,14 +76,14 @@ def choose_plan(
     if not cluster.measured:
         return fused, f"fused native all-reduce, because the link rates of cluster '{cluster.name}' are unknown"
     host_cost = Constants(cores=cores).shared_host_cost(cluster.world_size)
-    large = bucket_bytes is None and cores_limit(cluster, host_cost)
-    least_gain = GAIN_ON_SHARED_CORES if large else LEAST_GAIN
+    limited = bucket_bytes is None and cores_limit(cluster, host_cost)
+    least_gain = GAIN_ON_SHARED_CORES if limited else LEAST_GAIN
     native, linked = plans_by_formula(workload, cluster, bucket_bytes, host_cost)
     times = f"predicted for cluster '{cluster.name}': {synchronization_times(linked.seconds, native.seconds)}"
     if any(variable.kind != "dense" for variable in workload.variables):
         times += "; touched rows of embeddings are sent in addition"
     if native.seconds <= least_gain * linked.seconds:
-        if large:
+        if limited:
             times += f"; in large messages, because {CORES_LIMIT}"
         return (
             native.plan,
