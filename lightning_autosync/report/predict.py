@@ -169,7 +169,8 @@ def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: _S
         seconds = seconds_text(shared.step_time)
         lines.insert(1, f"step, batch shares   {seconds:>12} (each rank's part of a batch as its speed)")
     if bounds.step.binding:
-        lines.append("links that set the synchronization bound")
+        assumed = "of sums along trees of ranks, on any routes, not in switches"
+        lines.append(f"links that set the synchronization bound {assumed}")
     lines += [f"  {line}" for line in bounds.step.binding_lines(_BUSIEST)]
     lines.append("busiest links")
     busiest = sorted(prediction.timeline.links.items(), key=lambda item: -item[1])[:_BUSIEST]
