@@ -6,7 +6,7 @@ Such readers do not ask the parameter's own class.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import ItemsView, Mapping, Sequence, ValuesView
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,11 +64,11 @@ class StaleStates(defaultdict[Any, Any]):
         self._check(parameter)
         return super().get(parameter, default)
 
-    def items(self) -> ItemsView[Any, Any]:
+    def items(self) -> Any:
         self._check(*self)
         return super().items()
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         self._check(*self)
         return super().values()
 
