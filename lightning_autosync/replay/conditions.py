@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect, insort
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from lightning_autosync.replay.outcome import StartOrder
 from lightning_autosync.replay.paces import Paces
 from lightning_autosync.replay.stages import Stage
 
+_log = logging.getLogger(__name__)
+
 _MOST_CLASSES = 4
 """Largest number of speeds that `fluid` tells apart: each further one adds a part to each stage."""
 _ALIKE = 1.02
@@ -26,8 +29,8 @@ step time by less than 1e-5."""
 _MOST_PACED = 256
 """Largest number of connections with a pace that `fluid` simulates where ranks have different speeds.
 
-Each is a channel, so many make it slow. With more of them, `fluid` ignores all paces, without a message: a connection
-may then be faster than the engine lets it be."""
+Each is a channel, so many make it slow. With more of them, `fluid` ignores all paces: a connection may then be faster
+than the engine lets it be. A line of the log at level DEBUG says so."""
 
 _LAST = 1 << 40
 """Urgency of the main threads' work: stages that communicate come first."""
@@ -97,6 +100,7 @@ def stage_conditions(
         return conditions, nothing
     paces = Paces.of(stages, loads, trees, network)
     if len(paces.pairs) > _MOST_PACED:
+        _log.debug("paces are ignored: %d connections with a pace exceed %d", len(paces.pairs), _MOST_PACED)
         paces = nothing
     return _with_early_parts(conditions, stages, loads, classes, load_model, paces), paces
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,8 +17,11 @@ from lightning_autosync.replay.network import Flags, Floats, Indices, Integers, 
 from lightning_autosync.replay.pipelines import Flows
 from lightning_autosync.replay.stages import Stage
 
+_log = logging.getLogger(__name__)
+
 _MOST = 2_000_000
-"""Largest number of stages times connections; beyond it, which takes hundreds of ranks, none counts as paced."""
+"""Largest number of stages (and transfers of rows) times connections. Beyond it, which takes hundreds of ranks, no
+connection has a pace, and frames do not know what the kernel holds; a line of the log at level DEBUG says so."""
 _SEGMENT = 1448 * FRAMING
 """Bytes of a TCP segment on the wire."""
 _BURST = 10 * _SEGMENT
@@ -63,24 +67,34 @@ class Paces(NamedTuple):
         """The paces of a schedule's stages with these loads."""
         on_trees = numpy.array([not stage.collective and bool(stage.flows) for stage in stages], dtype=numpy.bool_)
         pairs = _both_ways(loads.pairs[on_trees], network)
-        shape = len(stages), len(pairs)
-        if not shape[0] * shape[1] or shape[0] * shape[1] > _MOST:
+        # As in the engine, all rows may lie in one transfer's range.
+        transfers = list(dict.fromkeys(transfer for stage in stages for transfer in stage.row_trees))
+        shape = len(stages) + len(transfers), len(pairs)
+        if shape[0] * shape[1] > _MOST:
+            _log.debug(
+                "paces are ignored: %d stages and transfers of rows times %d connections exceed %d", *shape, _MOST
+            )
+            return cls.none()
+        if not shape[0] * shape[1]:
             return cls.none()
         place = numpy.full(network.pairs, -1, dtype=numpy.int64)
         place[pairs] = numpy.arange(len(pairs))
-        carried, pieces, further = numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(shape)
+        carried, (pieces, further) = numpy.zeros(shape), numpy.zeros((2, len(stages), len(pairs)))
         _carry(loads.flows, trees, on_trees, place, carried, pieces, further)
-        # The sizes of sums of rows are unknown, so they may need the whole route.
-        rows = numpy.array([stage.growth is not None for stage in stages])
-        work = loads.work / loads.stretch[:, None]
-        rate, whole = _needed(pairs, carried, work, rows, network.routes, network.capacities)
+        carries = carried.any(axis=0)
+        work = numpy.pad(loads.work / loads.stretch[:, None], ((0, len(transfers)), (0, 0)))
+        for number, transfer in enumerate(transfers, len(stages)):
+            _count_rows(numpy.array(transfer), trees, network.routes, place, carried[number], work[number])
+        carried[: len(stages)][[bool(stage.row_trees) for stage in stages]] = 0
+        rate, whole = _needed(pairs, carried, work, network.routes, network.capacities)
         fills = numpy.zeros((1 + max(stage.message for stage in stages), len(pairs)))
         numpy.add.at(fills, [stage.message for stage in stages], further)
         pace = HEADROOM * (1 + fills.max(axis=0) / numpy.maximum(pieces.sum(axis=0), 1)) * rate
         nodes = numpy.array(network.link_graph.spec.rank_nodes)
         apart = nodes[pairs // network.ranks % network.ranks] != nodes[pairs % network.ranks]
-        paced = apart & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
-        used = apart & (rate > 0)
+        dense = ~carried[len(stages) :].any(axis=0)
+        paced = apart & dense & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
+        used = apart & carries
         return cls(pairs[paced], pace[paced], pairs[used], _held(pairs, rate, whole, paced, network)[used])
 
 
@@ -155,6 +169,28 @@ def _carry(
 
 
 @compiled
+def _count_rows(transfer: Indices, trees: Trees, routes: Routes, place: Indices, carried: Floats, work: Floats) -> None:
+    """Fill in how often a transfer's trees [trees, 2] use each of the [pairs] and each of the [channels]."""
+    ranks = trees.parents.shape[1]
+    for number in range(len(transfer)):
+        for way in range(2):
+            tree = transfer[number, way]
+            if tree < 0:
+                continue
+            for rank in range(ranks):
+                parent = trees.parents[tree, rank]
+                if parent < 0:
+                    continue
+                source, target = (rank, parent) if way == 0 else (parent, rank)
+                row = trees.first[tree] + source
+                if place[row * ranks + target] >= 0:
+                    carried[place[row * ranks + target]] += 1
+                route = routes.between[row, target]
+                for hop in range(routes.starts[route], routes.starts[route + 1]):
+                    work[routes.hops[hop]] += 1
+
+
+@compiled
 def _depth(parents: Integers, order: Integers, tree: int) -> int:
     """Number of hops from the root of a tree to its farthest rank; 0 for no tree."""
     if tree < 0:
@@ -168,10 +204,8 @@ def _depth(parents: Integers, order: Integers, tree: int) -> int:
 
 
 @compiled
-def _needed(
-    pairs: Indices, carried: Floats, work: Floats, rows: NDArray[numpy.bool_], routes: Routes, capacities: Floats
-) -> tuple[Floats, Floats]:
-    """[pairs] bytes/s that a connection needs at most in any mix of stages, and those of its route alone."""
+def _needed(pairs: Indices, carried: Floats, work: Floats, routes: Routes, capacities: Floats) -> tuple[Floats, Floats]:
+    """[pairs] bytes/s that a connection needs at most in any mix of stages and rows, and those of its route alone."""
     ranks = routes.between.shape[1]
     needed, whole = numpy.full(len(pairs), numpy.inf), numpy.full(len(pairs), numpy.inf)
     for place in range(len(pairs)):
@@ -181,8 +215,7 @@ def _needed(
             share = 0.0
             for stage in range(len(carried)):
                 if carried[stage, place] > 0:
-                    own = 1.0 if rows[stage] else carried[stage, place] / work[stage, channel]
-                    share = max(share, own)
+                    share = max(share, carried[stage, place] / work[stage, channel])
             needed[place] = min(needed[place], share * capacities[channel])
             whole[place] = min(whole[place], capacities[channel])
     return needed, whole

@@ -74,6 +74,7 @@ class Stage:
         ring_pieces: number of pieces that each rank sends in a ring step.
         latencies: number of one-way latencies of a hop on trees; a hop of a ring, which is gloo's, always has two.
         growth: [ranks + 1] share of a range that the sum over k ranks fills, only for rows; 1 if nothing is summed.
+        row_trees: for each transfer of rows, its trees up and down, as in `Flow`; also where few rows leave it unused.
         gather, seal, open: core-seconds per byte of values to add a contribution, to encode, and to decode the sum.
         handling: core-seconds per frame at each end, on top of the cost of every frame.
     """
@@ -91,6 +92,7 @@ class Stage:
     ring_pieces: int = 2
     latencies: int = 1
     growth: Floats | None = None
+    row_trees: tuple[tuple[tuple[int, int], ...], ...] = ()
     gather: float = 0.0
     seal: float = 0.0
     open: float = 0.0
@@ -380,6 +382,7 @@ class StageMaker:
             launch=constants.exchange_cost + constants.merge_cost + size / constants.copy_rate,
             flows=tuple(flows),
             growth=numpy.ones(self._ranks + 1),
+            row_trees=tuple(tuple((NOTHING, self._row(tree)) for tree in one.trees) for one in transfers),
             handling=constants.merge_cost / 2,  # a rank unpacks each set, but packs its own only once
             finish=self._adding(size) + self._writing(message, size, touched),
         )
@@ -400,6 +403,7 @@ class StageMaker:
             launch=constants.exchange_cost,
             flows=tuple(flows),
             growth=self._growth(message, touched),
+            row_trees=tuple(((flow.up, flow.down),) for flow in flows),
             gather=constants.encode.seconds_per_byte("rows"),
             handling=constants.merge_cost,
             finish=self._writing(message, size, touched) + self._crowd * constants.merge_cost,

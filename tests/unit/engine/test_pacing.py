@@ -179,11 +179,15 @@ def test_rows_keep_their_route() -> None:
     table = Workload(name="table", variables=(Variable(name="t", shape=(4000, 16), kind="row_sparse", rows=10),))
     made = schedule("packed_trees", cluster, table)
     assert paces_of(made, LinkGraph(cluster), 3) == {}
-    (message,) = made.messages
-    # Each transfer may have all rows. On its tree the leaf's link carries its rows and those of other ranks.
-    assert len(message.rounds[0].transfers) > 1
-    needs = sending_needs(made, LinkGraph(cluster), 3)
-    assert all(0.1 * 1e7 < need.rate / PAYLOAD_SHARE < 1e7 for need in needs.values())
+    # Each transfer may have all rows. In one a leaf's link carries only these, in another they arrive alone.
+    assert len(made.messages[0].rounds[0].transfers) > 1
+    assert sending_needs(made, LinkGraph(cluster), 3) == {}
+    # With one server, a connection needs its part of the server's link.
+    equal = ClusterSpec.star(bandwidths=[1e7] * 6)
+    made = schedule("ps_load_balancing", equal, table)
+    server = made.messages[0].rounds[0].transfers[0].root
+    needs = sending_needs(made, LinkGraph(equal), server)
+    assert needs == {peer: Need(pytest.approx(PAYLOAD_SHARE * 1e7 / 5), None) for peer in {*range(6)} - {server}}
 
 
 def test_ranks_of_one_node_share_no_link() -> None:

@@ -6,18 +6,20 @@ from typing import Any
 
 import numpy
 import pytest
-from clusters import two_interfaces
+from clusters import two_interfaces, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.plan import Compressor, Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.plan.pacing import PAYLOAD_SHARE, send_buffers, sending_needs
-from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.replay import Constants, Replay, conditions, paces
 from lightning_autosync.replay.paces import Paces, bursts_of
 from lightning_autosync.workload import Variable, Workload
 
 FAT = ClusterSpec.star([50e6, 12.5e6, 12.5e6, 12.5e6])
 CLUSTERS = {
     "fat": FAT,
+    "fat of eight": uneven_cluster(8),
+    "equal": ClusterSpec.star([10e6] * 6),
     "racks": ClusterSpec.racks(racks=2, nodes_per_rack=3, bandwidth=50e6, uplink=25e6),
     "nodes of two": ClusterSpec.uniform(nodes=3, devices=2, bandwidth=12.5e6),
     "two interfaces": two_interfaces([50e6, 12.5e6, 12.5e6, 12.5e6], [12.5e6, 12.5e6, 12.5e6, 50e6]),
@@ -37,6 +39,7 @@ TABLES = Workload(
     name="tables",
     variables=(Variable(name="t", shape=(4000, 16), kind="row_sparse", rows=10), *LAYERS.variables[:2]),
 )
+TABLE = Workload(name="table", variables=TABLES.variables[:1])
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -50,7 +53,7 @@ TABLES = Workload(
         ("all_reduce", {"topology": "ring", "compressor": Compressor(kind="powersgd", rank=2)}),
     ],
 )
-@pytest.mark.parametrize("work", [LAYERS, TABLES], ids=["dense", "rows"])
+@pytest.mark.parametrize("work", [LAYERS, TABLES, TABLE], ids=["dense", "rows beside dense", "rows"])
 def test_the_paces_are_the_engines(work: Workload, builder: str, arguments: dict[str, Any], cluster: str) -> None:
     spec = CLUSTERS[cluster]
     check_paces(compile_plan(builders.build(builder, work, spec, **arguments), work, spec), work, spec)
@@ -59,20 +62,39 @@ def test_the_paces_are_the_engines(work: Workload, builder: str, arguments: dict
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_paces_beside_gathered_rows_are_the_engines(cluster: str) -> None:
     spec = CLUSTERS[cluster]
-    table = Variable(name="t", shape=(400_000, 16), kind="row_sparse", rows=100_000)  # travels in many pieces
-    work = Workload(name="tables", variables=(table, *LAYERS.variables))
-    rows = builders.gathered_rows(work, spec).groups[0]
-    dense = [group for group in builders.packed_trees(work, spec).groups if "t" not in group.variables]
-    made = compile_plan(SyncPlan(world_size=spec.world_size, groups=(rows, *dense)), work, spec)
+    made, work = gathered(spec, 100_000)  # travels in many pieces
     check_paces(made, work, spec)
 
 
+def gathered(spec: ClusterSpec, rows: int) -> tuple[Schedule, Workload]:
+    """A table whose touched rows all ranks gather, beside dense layers on packed trees."""
+    table = Variable(name="t", shape=(400_000, 16), kind="row_sparse", rows=rows)
+    work = Workload(name="tables", variables=(table, *LAYERS.variables))
+    of_rows = builders.gathered_rows(work, spec).groups[0]
+    dense = [group for group in builders.packed_trees(work, spec).groups if "t" not in group.variables]
+    return compile_plan(SyncPlan(world_size=spec.world_size, groups=(of_rows, *dense)), work, spec), work
+
+
 @pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("builder", ["partitioned_ps", "byteps", "packed_trees"])
-def test_the_kernel_holds_what_the_engine_lets_it(builder: str, cluster: str) -> None:
-    spec = CLUSTERS[cluster].scaled(10)  # so that most buffers are larger than the least
-    made = compile_plan(builders.build(builder, LAYERS, spec), LAYERS, spec)
-    pricing = Replay(LAYERS, spec, Constants())
+@pytest.mark.parametrize("builder", ["partitioned_ps", "ps_load_balancing", "byteps", "packed_trees"])
+@pytest.mark.parametrize("work", [LAYERS, TABLES, TABLE], ids=["dense", "rows beside dense", "rows"])
+@pytest.mark.parametrize("factor", [1, 10])  # with 10, most buffers are larger than the least
+def test_the_kernel_holds_what_the_engine_lets_it(factor: int, work: Workload, builder: str, cluster: str) -> None:
+    spec = CLUSTERS[cluster].scaled(factor)
+    check_held(compile_plan(builders.build(builder, work, spec), work, spec), work, spec)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("rows", [10, 100_000])
+def test_the_kernel_holds_what_the_engine_lets_it_of_gathered_rows(rows: int, cluster: str) -> None:
+    spec = CLUSTERS[cluster].scaled(10)
+    made, work = gathered(spec, rows)
+    check_held(made, work, spec)
+
+
+def check_held(made: Schedule, work: Workload, spec: ClusterSpec) -> None:
+    """The replay lets the kernel hold what the engine's send buffers do."""
+    pricing = Replay(work, spec, Constants())
     step = pricing._prepare(made)
     found = Paces.of(step.stages, step.loads, pricing._forest.trees, pricing._network)
     links, ranks = LinkGraph(spec), spec.world_size
@@ -86,6 +108,42 @@ def test_the_kernel_holds_what_the_engine_lets_it(builder: str, cluster: str) ->
         buffer = float(send_buffers(*map(numpy.float64, rates), numpy.float64(round_trip), *needed))
         assert held == pytest.approx(2 * buffer - on_the_way, rel=1e-2)
     assert len(found.used)
+
+
+def test_too_many_stages_and_connections_have_no_paces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "lightning_autosync.replay")
+    made = compile_plan(builders.packed_trees(LARGE, FAT), LARGE, FAT)
+    pricing = Replay(LARGE, FAT, Constants())
+    step = pricing._prepare(made)
+    given = step.stages, step.loads, pricing._forest.trees, pricing._network
+    size = len(step.stages) * 6  # one star, both ways
+    monkeypatch.setattr(paces, "_MOST", size)
+    assert len(Paces.of(*given).used)
+    assert not caplog.messages
+    monkeypatch.setattr(paces, "_MOST", size - 1)
+    assert not len(Paces.of(*given).used)
+    assert "paces are ignored" in caplog.text
+
+
+def test_fluids_ignore_the_paces_of_too_many_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "lightning_autosync.replay")
+    spec = ClusterSpec.from_dict(
+        {**uneven_cluster(8).to_dict(), "nodes": [{"name": f"node{k}", "speed": 1.0 if k else 0.5} for k in range(8)]}
+    )
+    made = compile_plan(builders.byteps(LARGE, spec), LARGE, spec)
+
+    def seconds() -> float:
+        return Replay(LARGE, spec, Constants()).predict(made, "fluid").step_time
+
+    seconds()
+    assert not caplog.messages
+    monkeypatch.setattr(conditions, "_MOST_PACED", 0)
+    seconds()
+    assert "connections with a pace exceed 0" in caplog.text
 
 
 def check_paces(made: Schedule, work: Workload, spec: ClusterSpec) -> None:
