@@ -1,7 +1,11 @@
-"""`StaleReads`: finds who reads the memory of a parameter whose step is due, past the parameter's own class."""
+"""`StaleReads` and `StaleStates` find who reads memory or the optimizer's state of a parameter whose step is due.
+
+Such readers do not ask the parameter's own class.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,14 +46,45 @@ class StaleReads(TorchDispatchMode):
     def _check(self, tensor: Tensor, func: Any) -> None:
         start, stop = _place(tensor)
         for (name, parameter), (first, last) in zip(self._parameters, self._places, strict=True):
-            due = due_of(parameter)
-            if due is None or due.step is None or due.stepping:
-                continue
-            if start < last and first < stop:
+            if start < last and first < stop and _has_step_due(parameter):
                 raise ExchangeError(
                     f"{func} uses the memory of parameter '{name}' before the step that is due for it; use the "
                     "parameter itself, or call strategy.settle() first"
                 )
+
+
+class StaleStates(defaultdict[Any, Any]):
+    """The ``state`` of an optimizer. It raises an error if it is read for a parameter whose step is due."""
+
+    def __getitem__(self, parameter: Any) -> Any:
+        self._check(parameter)
+        return super().__getitem__(parameter)
+
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        self._check(parameter)
+        return super().get(parameter, default)
+
+    def items(self) -> Any:
+        self._check(*self)
+        return super().items()
+
+    def values(self) -> Any:
+        self._check(*self)
+        return super().values()
+
+    def _check(self, *parameters: Any) -> None:
+        for parameter in parameters:
+            if _has_step_due(parameter):
+                raise ExchangeError(
+                    f"optimizer.state is read for a parameter of shape {tuple(parameter.shape)} before the step that "
+                    "is due for it; use optimizer.state_dict(), or call strategy.settle() first"
+                )
+
+
+def _has_step_due(parameter: Any) -> bool:
+    """Whether a step is due for a parameter, and is not being made."""
+    due = due_of(parameter)
+    return due is not None and due.step is not None and not due.stepping
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

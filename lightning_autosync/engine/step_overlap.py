@@ -35,7 +35,7 @@ from lightning_autosync.engine.optimizer_steps import (
     take_over,
     why_whole,
 )
-from lightning_autosync.engine.stale_reads import StaleReads
+from lightning_autosync.engine.stale_reads import StaleReads, StaleStates
 from lightning_autosync.engine.step_stream import StepStream, keep
 from lightning_autosync.errors import ExchangeError
 
@@ -329,8 +329,12 @@ class StepOverlap:
                 mark(each, Due(self, index))
 
 
-def defer_steps(optimizer: Optimizer) -> str:
+def defer_steps(optimizer: Optimizer, check_reads: bool = False) -> str:
     """Let the steps of an optimizer leave out parameters that are due; these are made when the parameters are read.
+
+    Args:
+        optimizer: the optimizer.
+        check_reads: whether to find readers of the optimizer's ``state`` while steps are due; see `StaleStates`.
 
     Returns:
         The reason why this cannot be done; empty if it is done. Steps then wait for all sums.
@@ -344,6 +348,9 @@ def defer_steps(optimizer: Optimizer) -> str:
     cast(Any, optimizer)._optimizer_step_post_hooks.move_to_end(first.id, last=False)
     optimizer.register_state_dict_pre_hook(_complete_all)
     optimizer.register_load_state_dict_pre_hook(_complete_all)
+    if check_reads:
+        _check_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(_check_state)
     return ""
 
 
@@ -415,6 +422,10 @@ def _complete_all(optimizer: Optimizer, *_: Any) -> None:
         for parameter in group["params"]:
             if (due := due_of(parameter)) is not None:
                 due.owner.complete(due.message)
+
+
+def _check_state(optimizer: Optimizer) -> None:
+    optimizer.state = StaleStates(dict, optimizer.state)
 
 
 def _before_forward(module: nn.Module, _: Any) -> None:

@@ -177,7 +177,7 @@ class ExactReplica(SynchronizedPasses):
 
     def start_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
         if self._overlap is not None:
-            defer_steps_of(optimizers)
+            defer_steps_of(optimizers, self._settings)
 
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow.

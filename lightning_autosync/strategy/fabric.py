@@ -188,7 +188,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         optimizer = super().setup_optimizer(optimizer)
         if self._settings.overlap is not None:
-            defer_steps_of([optimizer])
+            defer_steps_of([optimizer], self._settings)
         return optimizer
 
     def clip_gradients_norm(

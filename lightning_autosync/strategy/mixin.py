@@ -99,7 +99,7 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
         overlap: ``step``: gradients travel beside the next forward pass, and the optimizer steps each parameter before
             it is read (see docs/overlap.md). None (default): training waits for gradients at the end of backward.
         overlap_debug: whether to raise an error where memory of a parameter is read past that, by another tensor or by
-            an extension (not by ``torch.func``). Slow. Default: False.
+            an extension (not by ``torch.func``), or its part of ``optimizer.state``. Slow. Default: False.
         port_range: first and last port on which ranks listen for each other, for example ``(20000, 20100)``, where a
             firewall closes others (see docs/clusters.md). None (default): those of the environment variable
             ``AUTOSYNC_PORT_RANGE``, or any free port.

@@ -40,10 +40,10 @@ def make_overlap(module: nn.Module, settings: StrategySettings) -> StepOverlap |
     return StepOverlap(module, settings.overlap_debug, _tell_reader)
 
 
-def defer_steps_of(optimizers: Iterable[Optimizer]) -> None:
+def defer_steps_of(optimizers: Iterable[Optimizer], settings: StrategySettings) -> None:
     """Let the steps of optimizers overlap. Rank 0 says why an optimizer's cannot; these wait for all gradients."""
     for optimizer in optimizers:
-        if reason := defer_steps(optimizer):
+        if reason := defer_steps(optimizer, settings.overlap_debug):
             rank_zero_info(f"AutoSync: overlap: {_WAIT}, because {reason}")
 
 

@@ -62,7 +62,7 @@ class Job:
         self.readers: list[str] = []
         self.overlap = StepOverlap(self.module, check_reads, self.readers.append)
         self.overlap.follow(self.engine)  # type: ignore[arg-type]
-        assert defer_steps(self.optimizer) == ""
+        assert defer_steps(self.optimizer, check_reads) == ""
 
     def backward(self) -> None:
         self.overlap.settle()

@@ -278,6 +278,33 @@ def test_reads_past_the_class_are_found() -> None:
     job.overlap.close()
 
 
+STATES: dict[str, Callable[[Job], Any]] = {
+    "of a parameter": lambda job: job.optimizer.state[job.module[2].weight],
+    "get": lambda job: job.optimizer.state.get(job.module[2].weight),
+    "items": lambda job: list(job.optimizer.state.items()),
+    "values": lambda job: list(job.optimizer.state.values()),
+}
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("reader", STATES)
+def test_reads_of_the_state_of_the_optimizer_are_found(reader: str, loaded: bool) -> None:
+    job = Job(check_reads=True)
+    for _ in range(2):
+        job.step()
+        job.optimizer.zero_grad()
+    if loaded:
+        job.optimizer.load_state_dict(job.optimizer.state_dict())
+        job.step()
+    with pytest.raises(ExchangeError, match=r"optimizer.state is read for a parameter of shape \(\d.* before the step"):
+        STATES[reader](job)
+    assert due(job) == [True] * 4
+    job.overlap.settle()
+    STATES[reader](job)
+    assert all(map(torch.equal, job.module.parameters(), job.expected(3 if loaded else 2)))
+    job.overlap.close()
+
+
 def test_modes_end_with_the_overlap() -> None:
     job = Job(check_reads=True)
     job.overlap.close()
