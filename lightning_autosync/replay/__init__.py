@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_autosync.replay.bound import Bound, least_step, step_bound, synchronization_bound
 from lightning_autosync.replay.constants import CodecRates, Constants, DecodeRates
-from lightning_autosync.replay.overlap import least_overlapped_step, overlapped_step, overlapped_step_time
+from lightning_autosync.replay.overlap import (
+    least_overlapped_step,
+    overlapped_step,
+    overlapped_step_time,
+    overlapped_timeline,
+)
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ __all__ = [
     "least_step",
     "overlapped_step",
     "overlapped_step_time",
+    "overlapped_timeline",
     "step_bound",
     "synchronization_bound",
     "warm_up",

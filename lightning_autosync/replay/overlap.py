@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_autosync.cluster import ClusterSpec, synchronization_limit
 from lightning_autosync.plan.schedule import Schedule, first_parameters_first
 from lightning_autosync.replay.bound import changed_bytes
 from lightning_autosync.replay.compute import ready_times
-from lightning_autosync.replay.prediction import Prediction
+from lightning_autosync.replay.prediction import Prediction, Span, Timeline
 from lightning_autosync.workload import Workload
 
 if TYPE_CHECKING:
@@ -30,10 +31,44 @@ def overlapped_step_time(
     """
     if schedule.waits:
         return (prediction or replay.predict(schedule)).step_time
+    return overlapped_step(*_in_forward_order(schedule, workload, replay, prediction))
+
+
+def overlapped_timeline(schedule: Schedule, workload: Workload, replay: Replay, prediction: Prediction) -> Timeline:
+    """The step of `overlapped_step_time`, from the beginning of the backward pass to that of the next one.
+
+    Gaps between spans of the forward pass are waits for sums. The optimizer's whole work is shown at the end, though a
+    job does it by and by. Arguments are those of `overlapped_step_time`.
+    """
+    if schedule.waits:
+        return prediction.timeline
+    ordered, workload, prediction = _in_forward_order(schedule, workload, replay, prediction)
+    seconds, forward = _overlapped(ordered, workload, prediction)
+    timeline = prediction.timeline
+    begin = min(backward.start for _, backward, *_ in timeline.compute)
+    compute = []
+    for passes in timeline.compute:
+        _, backward, *optimizer = passes
+        spans = [backward, *forward[passes]]
+        for each in optimizer:
+            spans.append(Span(each.name, spans[-1].end, spans[-1].end + each.seconds))
+        compute.append(tuple(replace(span, start=span.start - begin, end=span.end - begin) for span in spans))
+    messages = tuple(
+        replace(each, ready=each.ready - begin, start=each.start - begin, end=each.end - begin)
+        for each in timeline.messages
+    )
+    used = timeline.step_time / seconds if seconds else 0.0
+    return Timeline(seconds, messages, tuple(compute), {name: used * share for name, share in timeline.links.items()})
+
+
+def _in_forward_order(
+    schedule: Schedule, workload: Workload, replay: Replay, prediction: Prediction | None
+) -> tuple[Schedule, Workload, Prediction]:
+    """The arguments of `overlapped_step` for messages that leave in the order of the forward pass."""
     ordered = first_parameters_first(schedule, [variable.name for variable in workload.variables])
     if prediction is None or ordered.tree_edges():  # priorities count on trees only
         prediction = replay.predict(ordered)
-    return overlapped_step(ordered, workload, prediction)
+    return ordered, workload, prediction
 
 
 def overlapped_step(schedule: Schedule, workload: Workload, prediction: Prediction) -> float:
@@ -53,13 +88,23 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
         workload: the workload.
         prediction: the prediction of the schedule without overlap.
     """
+    return _overlapped(schedule, workload, prediction)[0]
+
+
+def _overlapped(
+    schedule: Schedule, workload: Workload, prediction: Prediction
+) -> tuple[float, dict[tuple[Span, ...], list[Span]]]:
+    """The result of `overlapped_step`, and the spans of layers in the forward pass that follows a rank's passes."""
+    found: dict[tuple[Span, ...], list[Span]] = {}
     steps = [float(prediction.demand.sum(axis=0).max(initial=0.0))]
     arrivals = [span.end for span in prediction.timeline.messages]
     waited = [message.index for message in schedule.messages if message.waits_in_backward]
     waits = max((arrivals[index] for index in waited), default=0.0)
     message_of = {name: message.index for message in schedule.messages for name in message.variables}
     layers = [({message_of[name] for name in names}, share) for names, share in _layers(workload)]
-    for forward, backward, *optimizer in set(prediction.timeline.compute):
+    for passes in set(prediction.timeline.compute):
+        forward, backward, *optimizer = passes
+        spans = found[passes] = []
         now = max(backward.end, waits) + prediction.passing
         left = {message.index for message in schedule.messages} - {*waited}
         for needed, share in layers:
@@ -69,9 +114,10 @@ def overlapped_step(schedule: Schedule, workload: Workload, prediction: Predicti
                 index = min(come, default=index)
                 left.remove(index)
                 now = max(now, arrivals[index]) + prediction.taking[index]
-            now += share * forward.seconds
+            spans.append(Span(forward.name, now, now + share * forward.seconds))
+            now = spans[-1].end
         steps.append(now - backward.end + backward.seconds + sum(span.seconds for span in optimizer))
-    return max(steps)
+    return max(steps), found
 
 
 def least_overlapped_step(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> float:

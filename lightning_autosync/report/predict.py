@@ -19,7 +19,7 @@ from lightning_autosync.replay import (
     Timeline,
     least_overlapped_step,
     least_step,
-    overlapped_step_time,
+    overlapped_timeline,
     synchronization_bound,
 )
 from lightning_autosync.replay.shares import MicroBatches, micro_batched, shared_step_time
@@ -43,6 +43,8 @@ class PredictionResult(Result):
         shared_step_time: seconds of the step if ranks computed parts of each global batch in proportion to their speeds
             (``batch_shares``); None if all are equally fast.
         micro_batched_step_time: the same with whole numbers of micro-batches; None if none were asked for.
+        overlapped_step_time: seconds of the step with ``overlap="step"``; None if there is no computation.
+        overlapped_step_bound: least seconds of it under an exact plan; None if there is no computation.
         binding: share of each link's direction in the bound on the rate of synchronization, by "source > target".
     """
 
@@ -61,6 +63,8 @@ class PredictionResult(Result):
     binding: dict[str, float]
     shared_step_time: float | None = None
     micro_batched_step_time: float | None = None
+    overlapped_step_time: float | None = None
+    overlapped_step_bound: float | None = None
 
     def figures(self) -> dict[str, str]:
         found = {"step": seconds_text(self.step_time), "step bound": seconds_text(self.step_bound)}
@@ -78,7 +82,8 @@ def predict(
 ) -> str:
     """The predicted step of a plan as text; with a ``directory`` also as pictures and data.
 
-    The files are ``timeline.svg``, ``timeline.png``, ``trace.json`` (for Chrome's viewer) and ``result.json``.
+    With computation, the pictures also show the step with overlap, from the beginning of its backward pass. The files
+    are ``timeline.svg``, ``timeline.png``, ``trace.json`` (for Chrome's viewer) and ``result.json``.
     ``source`` names the plan in errors. ``micro_batches`` are the samples of a data loader's batch and of a
     micro-batch, for the step with both; see `micro_batched`.
 
@@ -90,7 +95,7 @@ def predict(
     constants = constants or Constants()
     schedule, replay = compile_plan(plan, workload, cluster, source), Replay(workload, cluster, constants)
     prediction = replay.predict(schedule)
-    overlapped = overlapped_step_time(schedule, workload, replay, prediction)
+    overlapped = overlapped_timeline(schedule, workload, replay, prediction)
     shared = _Shared(
         shared_step_time(schedule, workload, cluster, constants),
         None if micro_batches is None else micro_batched(schedule, workload, cluster, constants, *micro_batches),
@@ -102,8 +107,9 @@ def predict(
         plan.semantics,
     )
     if directory is not None:
-        _write(prediction, bounds, shared, Path(directory))
-    return _text(prediction, bounds, overlapped, shared)
+        computes = workload.forward_time + workload.backward_time > 0
+        _write(prediction, bounds, overlapped if computes else None, shared, Path(directory))
+    return _text(prediction, bounds, overlapped.step_time, shared)
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,13 @@ class _Bounds:
         return self.step.seconds / step_time if self.semantics == "exact" else None
 
 
-def _write(prediction: Prediction, bounds: _Bounds, shared: _Shared, directory: Path) -> None:
-    write_timelines({"predicted": prediction.timeline}, directory)
+def _write(
+    prediction: Prediction, bounds: _Bounds, overlapped: Timeline | None, shared: _Shared, directory: Path
+) -> None:
+    timelines = {"predicted": prediction.timeline}
+    if overlapped is not None:
+        timelines["predicted with overlap"] = overlapped
+    write_timelines(timelines, directory)
     PredictionResult(
         step_time=prediction.step_time,
         synchronization_time=prediction.synchronization_time,
@@ -143,6 +154,8 @@ def _write(prediction: Prediction, bounds: _Bounds, shared: _Shared, directory: 
         bound_share=bounds.share(prediction.step_time),
         shared_step_time=shared.step_time,
         micro_batched_step_time=None if shared.micro is None else shared.micro.step_time,
+        overlapped_step_time=None if overlapped is None else overlapped.step_time,
+        overlapped_step_bound=None if overlapped is None else bounds.overlapped,
         binding=bounds.step.binding,
     ).write(directory)
 

@@ -86,7 +86,8 @@ def _timelines(report: TuningReport, view: PlanView) -> dict[str, Timeline]:
     if measured is not None:
         made[f"measured on rank {measured.rank}"] = timeline_of(measured.schedule, [measured.trace], {})
     if view.prediction is not None and view.prediction.step_time:
-        made["predicted"] = view.prediction.timeline
+        overlapped = measured is not None and measured.trace.overlapped
+        made["predicted, not overlapped" if overlapped else "predicted"] = view.prediction.timeline
     return made
 
 

@@ -18,6 +18,8 @@ from lightning_autosync.replay import (
     Timeline,
     least_overlapped_step,
     overlapped_step,
+    overlapped_step_time,
+    overlapped_timeline,
 )
 from lightning_autosync.workload import Variable, Workload
 
@@ -95,6 +97,32 @@ def test_messages_that_the_engine_waits_for_do_not_overlap() -> None:
     )
     found = overlapped_step(replace(SCHEDULE, messages=waiting), WORKLOAD, predicted(0.2, 0.4))
     assert found == pytest.approx(0.4 + 1.0 + 2.0 + 0.25)
+
+
+def test_a_timeline_shows_when_layers_run_and_what_they_wait_for() -> None:
+    replay = Replay(WORKLOAD, CLUSTER)
+    found = overlapped_timeline(SCHEDULE, WORKLOAD, replay, predicted(0.2, 0.9))
+    assert found.step_time == pytest.approx(0.9 + 0.5 + 2.0 + 0.25)
+    for spans in found.compute:
+        assert [span.name for span in spans] == ["backward", "forward", "forward", "optimizer"]
+        assert [span.start for span in spans] == pytest.approx([0.0, 2.2, 2.9, 3.4])
+        assert [span.end for span in spans] == pytest.approx([2.0, 2.7, 3.4, found.step_time])
+    ends = {message.variables[0]: span.end for message, span in zip(SCHEDULE.messages, found.messages, strict=True)}
+    assert ends == pytest.approx({"first": 2.2, "last": 2.9})
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("builder", ["all_reduce", "packed_trees", "byteps"])
+def test_a_timeline_is_as_long_as_the_step(builder: str, waits: bool) -> None:
+    schedule = compile_plan(builders.build(builder, WORKLOAD, CLUSTER), WORKLOAD, CLUSTER)
+    schedule, replay = replace(schedule, waits=waits), Replay(WORKLOAD, CLUSTER)
+    prediction = replay.predict(schedule)
+    timeline = overlapped_timeline(schedule, WORKLOAD, replay, prediction)
+    assert timeline.step_time == overlapped_step_time(schedule, WORKLOAD, replay, prediction)
+    carried = {name: share * timeline.step_time for name, share in timeline.links.items()}
+    usual = {name: share * prediction.step_time for name, share in prediction.timeline.links.items()}
+    assert carried == pytest.approx(usual)
+    assert 0.0 <= max(span.end for spans in timeline.compute for span in spans) <= timeline.step_time + 1e-9
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,26 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     assert result["bounds_are"] == "exact"
     assert result["binding"] == {"node0 > switch": 0.5, "switch > node0": 0.5}
     assert result["critical_path"][0]["name"] == "backward"
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    titles = [event["args"]["name"] for event in trace if event["name"] == "process_name"]
+    assert titles == ["predicted", "predicted with overlap"]
+
+
+@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.parametrize("backward", [0.5, 0.0])
+def test_predict_tells_the_step_with_overlap(tmp_path: Path, backward: float) -> None:
+    cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
+    variables = (Variable(name="first", shape=(25_000,), ready=backward), Variable(name="last", shape=(125_000,)))
+    workload = Workload(name="two", variables=variables, forward_time=2 * backward, backward_time=backward)
+    text = predict(builders.all_reduce(workload, cluster, bucket_bytes=1), workload, cluster, tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    step, bound = result["overlapped_step_time"], result["overlapped_step_bound"]
+    if backward:
+        assert 1.5 <= bound <= step < result["step_time"]
+        assert f"step with overlap    {seconds_text(step):>12}" in text
+        assert f"bound with overlap   {seconds_text(bound):>12}" in text
+    else:
+        assert (step, bound) == (None, None)
 
 
 @pytest.mark.usefixtures("without_pictures")
