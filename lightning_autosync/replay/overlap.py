@@ -37,8 +37,8 @@ def overlapped_step_time(
 def overlapped_timeline(schedule: Schedule, workload: Workload, replay: Replay, prediction: Prediction) -> Timeline:
     """The step of `overlapped_step_time`, from the beginning of the backward pass to that of the next one.
 
-    Gaps between spans of the forward pass are waits for sums. The optimizer's whole work is shown at the end, though a
-    job does it by and by. Arguments are those of `overlapped_step_time`.
+    Gaps between spans of the forward pass are waits for sums, and the time to take them. The optimizer's whole work is
+    shown at the end, though a job does it by and by. Arguments are those of `overlapped_step_time`.
     """
     if schedule.waits:
         return prediction.timeline

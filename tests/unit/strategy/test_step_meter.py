@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -205,3 +206,19 @@ def test_steps_that_are_faster_than_links_allow_are_told_and_are_no_share_of_the
     assert (f"1 Gbit/s, {told}" in page) is not bool(share)
     assert ("of the speed bound" in page) is bool(share)
     assert f"<dd>{share}</dd>" in page or not share
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_the_page_says_that_its_prediction_does_not_overlap(tmp_path: Path, overlaps: bool) -> None:
+    meter, found = StepMeter(0), resolution()
+    for origin in range(2):
+        seen = overlapped((0.0, 0.1)) if overlaps else trace((0.3, 0.45))
+        meter.add(replace(seen, origin=float(origin)), schedule_of(found))
+        meter.take(found, FREE, 0)
+    assert meter.typical is not None
+    measured = MeasuredSteps(0, tuple(meter.history), *meter.typical)
+    report = TuningReport("1234", "test", "2 hosts, described", [], [], "none", found, FREE, measured)
+    report.save(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "predicted" in page
+    assert ("; predicted, not overlapped " in page) is overlaps
