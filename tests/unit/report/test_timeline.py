@@ -96,7 +96,7 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),), backward_time=0.5)
     text = predict(builders.all_reduce(workload, cluster), workload, cluster, tmp_path)
-    assert "links that set the synchronization bound\n  node0 > switch (50%)\n  switch > node0 (50%)\n" in text
+    assert "price of a byte on each\n  node0 > switch (50%), 0.5\n  switch > node0 (50%), 0.5\n  prices x b" in text
     assert "synchronization bound     1.046 s" in text
     assert "step bound                1.546 s" in text
     written = {path.name for path in tmp_path.iterdir()}
