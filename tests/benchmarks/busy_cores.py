@@ -5,9 +5,8 @@
 Takes 8 minutes. Two and four ranks behind one switch train a model with real computation; links are emulated, by
 default of 0.2, 1 and 8 Gbit/s. ``default`` is the plan of `AutoSyncStrategy(tuning="off")`; ``searched`` is the plan
 with which a job begins that tunes itself, predicted with the costs of these hosts. All gradients are views of buffers,
-also those of DDP. A speedup is the best DDP's time
-divided by a plan's, the median of the rounds' ratios with its interval. The goal is a speedup of at least 0.98
-everywhere.
+also those of DDP. A speedup is the best DDP's time divided by a plan's, the median of the rounds' ratios with its
+interval. The goal is a speedup of at least 0.98 everywhere.
 """
 
 from __future__ import annotations
