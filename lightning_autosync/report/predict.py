@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from lightning_autosync.cluster import ClusterSpec
+from pydantic import Field
+
+from lightning_autosync.cluster import ClusterSpec, Limit, synchronization_limit
 from lightning_autosync.documents import Result, seconds_text
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.replay import (
@@ -28,6 +30,8 @@ from lightning_autosync.workload import Workload
 
 CUT_BOUND: Literal["cut bound"] = "cut bound"
 """Kind of bound for a cluster too large for the linear program: no exact plan is faster, but none may be as fast."""
+ASSUMED = "sums form along trees of ranks to roots, none in switches; no latencies"
+"""The assumptions of the bound."""
 _BUSIEST = 8
 """Number of links in each list of the text."""
 
@@ -46,6 +50,7 @@ class PredictionResult(Result):
         overlapped_step_time: seconds of the step with ``overlap="step"``; None if there is no computation.
         overlapped_step_bound: least seconds of it under an exact plan; None if there is no computation.
         binding: share of each link's direction in the bound on the rate of synchronization, by "source > target".
+        prices: price of a byte on each of these, which proves the bound (`Limit`); empty in older files.
     """
 
     FORMAT: ClassVar[str] = "autosync-prediction/1"
@@ -65,6 +70,7 @@ class PredictionResult(Result):
     micro_batched_step_time: float | None = None
     overlapped_step_time: float | None = None
     overlapped_step_bound: float | None = None
+    prices: dict[str, float] = Field(default_factory=dict)
 
     def figures(self) -> dict[str, str]:
         found = {"step": seconds_text(self.step_time), "step bound": seconds_text(self.step_bound)}
@@ -106,6 +112,7 @@ def predict(
         least_overlapped_step(workload, cluster, constants.framing, constants.burst),
         synchronization_bound(workload, cluster, constants.framing, constants.burst),
         plan.semantics,
+        synchronization_limit(cluster),
     )
     if directory is not None:
         computes = workload.forward_time + workload.backward_time > 0
@@ -124,12 +131,13 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Lower bounds on times of exact plans, and the semantics of the predicted plan."""
+    """Lower bounds on times of exact plans, the semantics of the predicted plan, and the limit behind the bounds."""
 
     step: Bound
     overlapped: float
     synchronization: float
     semantics: str
+    limit: Limit
 
     def share(self, step_time: float) -> float | None:
         """The bound divided by the step time of an exact plan; None for other plans, which may beat the bound."""
@@ -159,6 +167,7 @@ def _write(
         overlapped_step_time=None if overlapped is None else overlapped.step_time,
         overlapped_step_bound=None if overlapped is None else bounds.overlapped,
         binding=bounds.step.binding,
+        prices=dict(bounds.limit.prices),
     ).write(directory)
 
 
@@ -182,9 +191,13 @@ def _text(prediction: Prediction, bounds: _Bounds, overlapped: float, shared: _S
         seconds = seconds_text(shared.step_time)
         lines.insert(1, f"step, batch shares   {seconds:>12} (each rank's part of a batch as its speed)")
     if bounds.step.binding:
-        assumed = "of sums along trees of ranks, on any routes, not in switches"
-        lines.append(f"links that set the synchronization bound {assumed}")
-    lines += [f"  {line}" for line in bounds.step.binding_lines(_BUSIEST)]
+        lines.append("links that set the synchronization bound, and the price of a byte on each")
+    told = bounds.step.binding_lines(_BUSIEST)
+    named = zip(told[:_BUSIEST], bounds.step.binding, strict=False)
+    lines += [f"  {line}, {bounds.limit.prices[name]:.4g}" for line, name in named]
+    lines += [f"  {line}" for line in told[_BUSIEST:]]
+    if bounds.step.binding:
+        lines.append(f"  prices x bandwidths: {bounds.limit.rate / 1e6:.4g} MB/s; {ASSUMED}")
     lines.append("busiest links")
     busiest = sorted(prediction.timeline.links.items(), key=lambda item: -item[1])[:_BUSIEST]
     lines += [f"  {name:30s} {busy:6.1%}" for name, busy in busiest]

@@ -51,9 +51,20 @@ def random_cluster(shape: str, seed: int, symmetric: bool) -> ClusterSpec:
     return ClusterSpec.from_dict({**spec.to_dict(), "links": links})
 
 
+def two_spines() -> ClusterSpec:
+    """Two leaf switches of four nodes (1 MB/s each), with two uplinks of half that rate to different spines."""
+    leaves, spines = ("leaf0", "leaf1"), ("spine0", "spine1")
+    links = [{"a": f"n{node}", "b": leaves[node // 4], "bandwidth": 1e6} for node in range(8)]
+    links += [{"a": leaf, "b": spine, "bandwidth": 5e5} for leaf in leaves for spine in spines]
+    nodes = [{"name": f"n{node}"} for node in range(8)]
+    described = {"name": "spines", "nodes": nodes, "switches": [*leaves, *spines], "links": links}
+    return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, **described})
+
+
 def groups() -> Iterator[tuple[str, list[ClusterSpec]]]:
     for name in shipped_clusters():
         yield name, [resolve_cluster(name)]
+    yield "two leaves, two spines", [two_spines()]
     for symmetric, word in ((True, "symmetric"), (False, "asymmetric")):
         for shape, title in SHAPES.items():
             yield f"{word} {title}", [random_cluster(shape, seed, symmetric) for seed in range(SEEDS)]

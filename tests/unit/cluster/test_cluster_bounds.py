@@ -26,6 +26,9 @@ from lightning_autosync.cluster import (
 from lightning_autosync.cluster.cuts import find_cuts
 from lightning_autosync.cluster.packing import best_packing
 from lightning_autosync.errors import ClusterError
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.replay import Constants, Replay, synchronization_bound
+from lightning_autosync.workload import Variable, Workload
 
 MB = 1e6
 MIB = 2.0**20
@@ -113,6 +116,20 @@ def test_no_method_on_a_fabric_is_faster_than_the_bound(spec: ClusterSpec) -> No
     assert least <= MIB / pack_trees(spec).rate
     assert least <= ring_time(spec, MIB)
     assert all(cut.seconds(MIB) <= least * (1 + 1e-6) for cut in find_cuts(LinkGraph(spec)))
+
+
+@given(fabrics(max_ranks=5))
+@examples(8)
+def test_no_builder_on_a_fabric_is_priced_below_the_bound(spec: ClusterSpec) -> None:
+    work = Workload(name="w", variables=tuple(Variable(name=f"v{index}", shape=(300_000,)) for index in range(3)))
+    least = synchronization_bound(work, spec) * (1 - 1e-6)
+    pricing = Replay(work, spec, Constants.ideal())
+    for name in builders.names():
+        if name in ("shared_memory", "gathered_rows"):
+            continue  # one uses no links, the other is for tables
+        made = compile_plan(builders.build(name, work, spec), work, spec)
+        for detail in ("frames", "fluid"):
+            assert pricing.predict(made, detail).synchronization_time >= least, (name, detail)
 
 
 def test_the_bound_counts_all_routes() -> None:

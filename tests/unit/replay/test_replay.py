@@ -111,6 +111,17 @@ def test_plans_of_some_thousand_frames_are_priced_in_frames(messages: int, least
     assert pricing.predict(made).step_time == pricing.predict(made, "frames").step_time
 
 
+def test_a_fluid_of_nearly_too_many_frames_is_close_to_them() -> None:
+    """By how much predictions may jump at the limit: on this star by 14%."""
+    spec = ClusterSpec.star([70e6, *[10e6] * 7])
+    work = Workload(name="some", variables=tuple(Variable(name=f"p{number}", shape=(500_000,)) for number in range(44)))
+    made = compiled("all_reduce", work, spec, topology="tree", bucket_bytes=1)
+    pricing = Replay(work, spec)
+    assert 0.95 * FRAMES_LIMIT < count_frames(pricing._prepare(made).stages, 8) <= FRAMES_LIMIT
+    fluid, frames = (pricing.predict(made, detail).step_time for detail in ("fluid", "frames"))
+    assert abs(fluid / frames - 1) < 0.15
+
+
 def test_plans_of_many_frames_are_priced_as_fluids() -> None:
     spec = CLUSTERS["racks"]
     work = Workload(name="large", variables=tuple(Variable(name=f"p{index}", shape=(10**7,)) for index in range(8)))

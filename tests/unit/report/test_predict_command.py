@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_autosync.cli.predict import predict
-from lightning_autosync.cluster import configuration_directory, resolve_cluster
+from lightning_autosync.cluster import LinkGraph, configuration_directory, resolve_cluster
 from lightning_autosync.documents import read_data
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.hybrid.plan import HybridPlan
@@ -45,6 +45,22 @@ def test_names_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixt
         "trace.json",
     }
     assert "critical path" in capsys.readouterr().out
+
+
+def test_the_prices_prove_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    predict({**ASKED, "cluster": "two_racks_8to1"}, tmp_path)
+    links = LinkGraph(resolve_cluster("two_racks_8to1")).channels
+    bandwidths = {channel.name: channel.bandwidth or 0.0 for channel in links}
+    result = json.loads((tmp_path / "result.json").read_text())
+    prices = result["prices"]
+    assert prices.keys() == result["binding"].keys()
+    rate = sum(price * bandwidths[name] for name, price in prices.items())
+    for name, share in result["binding"].items():
+        assert share == pytest.approx(prices[name] * bandwidths[name] / rate)
+    text = capsys.readouterr().out
+    name, price = next(iter(prices.items()))
+    assert f"  {name} ({result['binding'][name]:.0%}), {price:.4g}\n" in text
+    assert f"prices x bandwidths: {rate / 1e6:.4g} MB/s; sums form along trees of ranks to roots" in text
 
 
 def test_settings_of_ddp_that_the_command_fills_in_are_not_refused(tmp_path: Path) -> None:

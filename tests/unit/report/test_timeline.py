@@ -96,7 +96,7 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),), backward_time=0.5)
     text = predict(builders.all_reduce(workload, cluster), workload, cluster, tmp_path)
-    assert "on any routes, not in switches\n  node0 > switch (50%)\n  switch > node0 (50%)\n" in text
+    assert "price of a byte on each\n  node0 > switch (50%), 0.5\n  switch > node0 (50%), 0.5\n  prices x b" in text
     assert "synchronization bound     1.046 s" in text
     assert "step bound                1.546 s" in text
     written = {path.name for path in tmp_path.iterdir()}
@@ -107,26 +107,6 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     assert result["bounds_are"] == "exact"
     assert result["binding"] == {"node0 > switch": 0.5, "switch > node0": 0.5}
     assert result["critical_path"][0]["name"] == "backward"
-    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    titles = [event["args"]["name"] for event in trace if event["name"] == "process_name"]
-    assert titles == ["predicted", "predicted with overlap"]
-
-
-@pytest.mark.usefixtures("without_pictures")
-@pytest.mark.parametrize("backward", [0.5, 0.0])
-def test_predict_tells_the_step_with_overlap(tmp_path: Path, backward: float) -> None:
-    cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
-    variables = (Variable(name="first", shape=(25_000,), ready=backward), Variable(name="last", shape=(125_000,)))
-    workload = Workload(name="two", variables=variables, forward_time=2 * backward, backward_time=backward)
-    text = predict(builders.all_reduce(workload, cluster, bucket_bytes=1), workload, cluster, tmp_path)
-    result = json.loads((tmp_path / "result.json").read_text())
-    step, bound = result["overlapped_step_time"], result["overlapped_step_bound"]
-    if backward:
-        assert 1.5 <= bound <= step < result["step_time"]
-        assert f"step with overlap    {seconds_text(step):>12}" in text
-        assert f"bound with overlap   {seconds_text(bound):>12}" in text
-    else:
-        assert (step, bound) == (None, None)
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -142,7 +122,6 @@ def test_predict_tells_what_batch_shares_would_give(tmp_path: Path) -> None:
     assert result["step_time"] == pytest.approx(12.0, rel=0.01)
     assert result["shared_step_time"] == pytest.approx(3.0 * 4 / 3.25, rel=0.01)
     assert f"step, batch shares   {seconds_text(result['shared_step_time']):>12}" in text
-    assert "shares with overlap       3.69" in text  # there is next to nothing to hide
 
 
 ALIKE = ClusterSpec.racks(racks=2, nodes_per_rack=40, bandwidth=1e6, uplink=1e6)
