@@ -267,10 +267,27 @@ def test_links_that_change_are_planned_for_again(duo, options: dict[str, Any]) -
         assert "predicted for measured" in found["report"]["reason"]
 
 
-def test_links_that_become_slow_during_trials_are_measured_after_them(duo) -> None:
-    for checks in duo.run(tuning_jobs.slowing_trials):
+@pytest.mark.parametrize(
+    ("passes", "reason"),
+    [(4, "a step takes 0.2 s, and 0.1 s before or in its trials"), (8, "steps wait 100% longer than before")],
+)
+def test_links_that_become_slow_during_trials_are_measured_once(passes: int, reason: str, duo) -> None:
+    for checks in duo.run(tuning_jobs.slowing_trials, passes=passes):
         assert len(checks) == 1
-        assert "because a step takes 0.2 s, and 0.1 s before or in its trials. They have not changed." in checks[0]
+        assert f"because {reason}. They have not changed." in checks[0]
+
+
+def test_links_that_change_in_a_trial_are_planned_for_again(duo) -> None:
+    for found in duo.run(tuning_jobs.slowed_in_trials):
+        (passes, trying, reason), *others = found["seen"]
+        assert trying
+        assert reason.startswith("steps wait ")
+        assert 40 < passes <= 40 + 20
+        # Later, to find out whether the link has recovered.
+        assert [reason for _, _, reason in others] == ["links changed before in this job"] * len(others)
+        assert others
+        assert found["links"] == "2 hosts, measured"
+        assert found["distance"] < 1e-5
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["while tuning", "after it"])

@@ -693,8 +693,9 @@ def changing_links(cluster: ClusterSpec | None = PAIR, cache: str | None = None,
     slow = JobLinks(SLOW, Constants(), origin="measured")
     windows = count()
 
-    def record(self: DriftWatch, window: PassTimes) -> str:
-        return "a test says so" if next(windows) == 2 else ""
+    def record(self: DriftWatch, window: PassTimes, passes: int | None = None) -> str:
+        after_trials = passes is None
+        return "a test says so" if after_trials and next(windows) == 2 else ""
 
     tuning = replace(SHORT, probe=1.0, plans=1, cache=cache)
     strategy = AutoSyncStrategy(cluster=cluster, tuning=tuning, **options)
@@ -727,13 +728,13 @@ def recovered_links(folder: str) -> list[dict[str, Any]]:
     return [first, {**second.to_dict(), "cluster": second.resolution.cluster.name}]
 
 
-def slowing_trials() -> list[str]:
-    """Why a job measures its links after its trials, in which steps begin to take twice as long."""
+def slowing_trials(passes: int) -> list[str]:
+    """Why a job measures its links that tries plans, and whose steps take twice as long after so many."""
     takes, take = count(), AgreedTimes.take
 
     def slowed(self: AgreedTimes) -> PassTimes:
         take(self)
-        return PassTimes(0.1 if next(takes) < 6 else 0.2, 0.0, 0.05)
+        return PassTimes(0.1 if next(takes) < passes else 0.2, 0.0, 0.05)
 
     links = JobLinks(PAIR, Constants(), origin="measured")
     with (
@@ -748,6 +749,44 @@ def slowing_trials() -> list[str]:
     assert report is not None
     assert report.trials
     return list(report.checks)
+
+
+def slowed_in_trials() -> dict[str, Any]:
+    """When a job measures its links whose steps take three times as long from the 40th on, in a long trial.
+
+    It finds other links, and begins anew with a plan for these.
+    """
+    take, measure, takes, passes, seen = AgreedTimes.take, JobTuning._measure_again, count(), count(), list[Any]()
+    after_pass = LiveTuner.after_pass
+
+    def slowed(self: AgreedTimes) -> PassTimes:
+        take(self)
+        return PassTimes(0.1 if next(takes) < 40 else 0.3, 0.0, 0.05)
+
+    def counted_pass(self: LiveTuner) -> str:
+        next(passes)
+        return after_pass(self)
+
+    def noted(self: JobTuning, reason: str) -> bool:
+        seen.append((next(passes), self.trying, reason))
+        return measure(self, reason)
+
+    slow = JobLinks(SLOW, Constants(), origin="measured")
+    with (
+        mock.patch.object(AgreedTimes, "take", slowed),
+        mock.patch.object(LiveTuner, "after_pass", counted_pass),
+        mock.patch.object(JobTuning, "_measure_again", noted),
+        mock.patch.object(Contest, "_decide", return_value=None),  # the trial goes on
+        mock.patch.object(job_tuning, "find_links", return_value=slow),
+        mock.patch.object(proposals, "compare_rates", return_value=[]),
+        hurrying(),
+    ):
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1))
+        ours = jobs.fit("Plain", strategy, max_epochs=30)
+    theirs = jobs.fit("Plain", DDPStrategy(), max_epochs=30)
+    report = strategy.report()
+    assert report is not None
+    return {"seen": seen, "distance": jobs.distance(ours, theirs), "links": report.links}
 
 
 def calls_of_steps(ended: bool) -> dict[str, Any]:

@@ -20,12 +20,12 @@ _CONFIRMED = 2
 _EVIDENCE = 1.0
 """Sum of the relative changes of these windows, at least. A small change has to last longer than a large one, because
 the speed of busy machines also drifts, and a measurement of the links pauses training for seconds."""
-_SPOT = 10
-"""Windows until links are measured again after a change. The number doubles each time."""
+_SPOT = 10 * WINDOW
+"""Passes until links are measured again after a change. The number doubles each time."""
 
 
 class DriftWatch:
-    """Compares windows of passes with those right after tuning.
+    """Compares windows of passes with the first two, and with those right after tuning once that has ended.
 
     All ranks give it the same times, so all decide alike.
 
@@ -45,11 +45,11 @@ class DriftWatch:
         self._usual: PassTimes | None = None
         self._confirmed = _CONFIRMED << max(0, changes - 1)
         self._strikes: list[float] = []
-        self._windows = 0
+        self._passes = 0
         self._spot = _SPOT << (changes - 1) if changes else 0
 
     def compare_with(self, seconds: float, when: str) -> None:
-        """Let links be measured if passes right after tuning take much longer than so many seconds.
+        """Let links be measured if the first two windows that follow take much longer than so many seconds.
 
         Args:
             seconds: seconds of an earlier pass with the same plan.
@@ -57,14 +57,29 @@ class DriftWatch:
         """
         self._earlier.append((seconds, when))
 
-    def record(self, window: PassTimes) -> str:
-        """Record the medians of a window; returns why links should be measured again, empty if they need not."""
-        self._windows += 1
+    def begin_anew(self) -> None:
+        """Compare the windows that follow with the next two, because another plan is in use or is timed otherwise."""
+        self._usual, self._first, self._strikes = None, [], []
+
+    def record(self, window: PassTimes, passes: int = WINDOW) -> str:
+        """Record a window; returns why links should be measured again, empty if they need not.
+
+        Args:
+            window: medians of its passes.
+            passes: number of passes since the last window, of any plan.
+        """
+        self._passes += passes
+        if (reason := self._compare(window)) or not 0 < self._spot <= self._passes:
+            return reason
+        self._passes, self._spot = 0, 2 * self._spot
+        return "links changed before in this job"
+
+    def _compare(self, window: PassTimes) -> str:
         if self._usual is None:
             self._first.append(window)
             if len(self._first) == _CONFIRMED:
                 self._usual = median_times(self._first)
-                return self._compare(self._usual.period)
+                return self._compare_with_earlier(self._usual.period)
             return ""
         change = window.period - self._usual.period - (window.compute - self._usual.compute)
         relative = change / self._usual.period
@@ -72,15 +87,12 @@ class DriftWatch:
         self._strikes = [*self._strikes, relative] if counts else []
         if len(self._strikes) >= self._confirmed and abs(sum(self._strikes)) >= _EVIDENCE:
             # If the links have changed, a new watch begins. Otherwise this is the new usual time.
-            self._usual, self._first, self._strikes = None, [], []
+            self.begin_anew()
             self._confirmed *= 2
             return f"steps wait {abs(relative):.0%} {'longer' if relative > 0 else 'less'} than before"
-        if self._spot and self._windows >= self._spot:
-            self._windows, self._spot = 0, 2 * self._spot
-            return "links changed before in this job"
         return ""
 
-    def _compare(self, period: float) -> str:
+    def _compare_with_earlier(self, period: float) -> str:
         earlier, self._earlier = self._earlier, []
         for seconds, when in earlier:
             if period - seconds >= max(UNLIKE * seconds, LEAST_CHANGE):

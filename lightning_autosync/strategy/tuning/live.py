@@ -30,6 +30,9 @@ from lightning_autosync.strategy.tuning.tuner import Candidate, Trial, Tuner
 
 _END = -1
 """Chosen in place of a plan when tuning has ended."""
+_WINDOW_IN_TRIALS = 3
+"""Passes of the present plan in a window while others are tried. About half of the passes of a trial are of this plan,
+and a change of the links shall be noticed as soon as after the trials."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class LiveTuner:
 
     A candidate is opened on a thread while the present plan synchronizes passes, and tried once all ranks have it open.
     The engine of the present plan stays open beside the candidate's, so that a switch costs nothing. Both have buffers
-    for all gradients, but only one of them synchronizes a pass. After tuning, it watches whether links change.
+    for all gradients, but only one of them synchronizes a pass. Meanwhile and after tuning, it watches by the passes of
+    the present plan whether links change.
 
     Args:
         alternatives: the plans; the first one is in use.
@@ -69,7 +73,7 @@ class LiveTuner:
         make: makes the engine of one of the plans, which is open.
         use: lets the engine of one of the plans synchronize the following passes.
         group: the ranks; None is the default group.
-        drift: watches whether links change after tuning, if passes then wait at their end.
+        drift: watches whether links change, if passes wait at their end.
         prices: predicts the plans anew on rank 0, with the computation of the first passes; None keeps the predictions.
         overlaps: whether passes may overlap with the next forward pass. ``group`` must then be one that nothing else
             uses at that time, because passes end at different places of the programs of ranks.
@@ -116,6 +120,7 @@ class LiveTuner:
         self._ended = False
         self._drift = drift if settings.probe else None
         self._window: list[PassTimes] = []
+        self._since = 0
         # Plans are chosen two passes ahead, so that ranks can agree on a choice before its pass begins.
         self._chosen = deque(self._tuner.following() for _ in range(2))
         if others := min(len(alternatives) - 1, settings.plans):
@@ -244,10 +249,11 @@ class LiveTuner:
             closing.callback(self._opening.close)
 
     def _try(self, own: PassTimes) -> str:
+        reason = ""
         if self._times.under_way:
             known, agreed = len(self._tuner.trials), self._times.take()
             self._reprice(agreed)
-            self._tuner.record(agreed.period)
+            reason = self._watch_in_trials(agreed)
             for trial in self._tuner.trials[known:]:
                 rank_zero_info(f"AutoSync: {self._report_of(trial)}")
             if self._chosen[-1] == _END:  # all ranks have agreed on that
@@ -257,7 +263,32 @@ class LiveTuner:
         self._chosen.append(_END if self._tuner.finished else self._tuner.following())
         self._follow()
         self._share(own, self._chosen[-1], self._tuner.present, self._opening.is_under_way(), self._knows_prices())
-        return ""
+        return reason
+
+    def _watch_in_trials(self, agreed: PassTimes) -> str:
+        """Record the times of a pass; returns why links should be measured again, empty if they need not."""
+        counts, present = self._tuner.expects_present, self._tuner.present
+        self._tuner.record(agreed.period)
+        if not self._watches_drift:
+            return ""
+        assert self._drift is not None
+        if self._tuner.present != present:
+            self._forget_window()
+            self._drift.begin_anew()
+            return ""
+        self._since += 1
+        self._window += [agreed] * counts
+        if len(self._window) < _WINDOW_IN_TRIALS:
+            return ""
+        medians, passes = median_times(self._window), self._since
+        self._forget_window()
+        reason = self._drift.record(medians, passes)
+        if reason:  # they are measured now, so the end of the trials need not see to that
+            self._tuner.earliest[present] = medians.period
+        return reason
+
+    def _forget_window(self) -> None:
+        self._window, self._since = [], 0
 
     def _share(
         self, own: PassTimes, choice: int = 0, present: int = 0, opening: bool = False, priced: bool = False
@@ -295,10 +326,15 @@ class LiveTuner:
             return False
         return self._prices.wait() is not None
 
-    def _watch(self, own: PassTimes) -> str:
+    @property
+    def _watches_drift(self) -> bool:
         # Times of passes that end in the next forward pass say too little about links.
-        if self._drift is None or (self._overlaps and not self.present.plan.waits):
+        return self._drift is not None and not (self._overlaps and not self.present.plan.waits)
+
+    def _watch(self, own: PassTimes) -> str:
+        if not self._watches_drift:
             return ""
+        assert self._drift is not None
         reason = self._drift.record(self._times.take()) if self._times.under_way else ""
         self._window.append(own)
         if len(self._window) == WINDOW:
@@ -358,7 +394,9 @@ class LiveTuner:
         self._times.forget()
         self._switch(self._tuner.present)
         self._close_others()
+        self._forget_window()
         if self._drift is not None:
+            self._drift.begin_anew()
             self._drift.compare_with(self._tuner.earliest[self._tuner.present], "before or in its trials")
         rank_zero_info(f"AutoSync: {self.summary()}")
 

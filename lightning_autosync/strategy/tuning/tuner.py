@@ -163,6 +163,11 @@ class Tuner:
         self._opened = True
 
     @property
+    def expects_present(self) -> bool:
+        """Whether the next time that is recorded is one of the present plan, and counts."""
+        return not self._warm_up and self._awaited[0] == self.present
+
+    @property
     def usual_seconds(self) -> float:
         """Median seconds of a pass with the present plan; NaN before any was recorded."""
         return statistics.median(self._known) if self._known else math.nan
