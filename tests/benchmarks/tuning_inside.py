@@ -61,6 +61,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import forked  # noqa: E402
 
 from lightning_autosync.cluster import ClusterSpec, Link, ring_time  # noqa: E402
+from lightning_autosync.cluster.units import FRAMING  # noqa: E402
 from lightning_autosync.errors import AutoSyncError  # noqa: E402
 from lightning_autosync.measure.bench.preparation import make_cluster  # noqa: E402
 from lightning_autosync.measure.emulation import netns  # noqa: E402
@@ -76,8 +77,6 @@ from lightning_autosync.training.settings import TrainingSettings  # noqa: E402
 from tests.benchmarks import tuning_inside_calls as calls  # noqa: E402
 from tests.benchmarks.arguments import read_arguments  # noqa: E402
 
-FRAMING = 1514 / 1448
-"""Bytes on a link for each byte of payload."""
 FORMAT = "autosync-tuning-inside/2"
 CLUSTERS = (
     "four_equal",

@@ -40,12 +40,13 @@ def check_loss(output: Any) -> None:
         output: the output of a training step.
 
     Raises:
-        PlanError: the loss, or something that is added to it, was made with ``reduction="sum"``.
+        PlanError: the whole loss was made with ``reduction="sum"``. A term of it may be right, as a penalty on weights.
     """
     loss = loss_of(output)
-    for node, multiplied in () if loss is None else _terms(loss):
+    terms = [] if loss is None else list(_terms(loss))
+    for node, multiplied in terms:
         name, reduction = node.name(), getattr(node, "_saved_reduction", None)
-        if reduction == _SUM and not multiplied:
+        if reduction == _SUM and not multiplied and len(terms) == 1:
             raise PlanError(f"loss: training_step returns a loss with reduction='sum' ({name}); {_ADVICE}")
         if reduction == _SUM or name.startswith("SumBackward"):
             rank_zero_warn(f"AutoSync: training_step returns a sum ({name}). If it sums over samples: {_ADVICE}")

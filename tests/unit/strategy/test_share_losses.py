@@ -46,8 +46,9 @@ def test_sums_of_losses_are_refused(loss: Callable[[Tensor], Tensor], as_mapping
         lambda values: values.mean() + 0.1 * values.square().sum(),
         lambda values: values.mean() - values.sum(),
         lambda values: 1.0 - values.sum(),
+        lambda values: values.mean() + F.mse_loss(values, values.detach() + 1.0, reduction="sum"),  # of weights?
     ],
-    ids=["sum", "half", "part of a loss", "second term", "subtracted", "subtracted from a number"],
+    ids=["sum", "half", "part of a loss", "second term", "subtracted", "subtracted from a number", "sum of squares"],
 )
 def test_other_sums_are_warned_of(loss: Callable[[Tensor], Tensor]) -> None:
     with pytest.warns(UserWarning, match="training_step returns a sum"):
