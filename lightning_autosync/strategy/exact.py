@@ -285,14 +285,20 @@ class ExactReplica(SynchronizedPasses):
 
     def gather_state(self) -> dict[str, Any] | None:
         """The state of compressors on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
-        state = self._memory if self._engine is None else self._engine.state_dict()
+        state = {} if self._engine is None else self._engine.state_dict()
+        if self._engine is None or self.tunes:  # in a trial, another plan than the present one may be in use
+            state = self._memory | state
         return gather_state(state, self._group)
 
     def restore_state(self, entry: dict[str, Any] | None, steps: int = 0) -> None:
         """Resume from a checkpoint of this plan or another; a warning names variables whose state does not fit."""
         if self._engine is not None and entry is not None:
             state = own_state(entry, self._group)
-            warn_left_out(self._engine.load_state_dict(state), "the checkpoint was made under another plan")
+            left_out = self._engine.load_state_dict(state)
+            if self.tunes:  # the plan of the checkpoint may be tried again
+                self._memory |= {name: state[name] for name in left_out}
+            else:
+                warn_left_out(left_out, "the checkpoint was made under another plan")
 
     def close(self) -> None:
         """Stop synchronizing; the state of compressors is kept for `gather_state`."""
@@ -345,7 +351,7 @@ class ExactReplica(SynchronizedPasses):
         if self._shares is not None:
             self._shares.end_pass(steady=not self.tunes)
         if self._tuning.after_pass():
-            self._plan_anew()
+            self._plan_anew("links")
 
     def _end_backward(self) -> None:
         if self._shares is not None and self._engine is not None:
@@ -399,7 +405,7 @@ class ExactReplica(SynchronizedPasses):
         if self._covers():
             self._weights.choose(self._planned)
         else:
-            self._plan_anew()
+            self._plan_anew("parameters")
 
     def _covers(self) -> bool:
         """Whether the plan has all parameters that train now, in their present dtypes."""
@@ -413,8 +419,8 @@ class ExactReplica(SynchronizedPasses):
         """The parameters that train now or are in the plan, so that networks that train in turn share a plan."""
         return dict(variable_names(self._module, also=set(self._planned.values())))
 
-    def _plan_anew(self) -> None:
-        """Make a plan for the current parameters, and an engine for it.
+    def _plan_anew(self, changed: str) -> None:
+        """Make a plan for the current parameters and links, and an engine for it, because some have ``changed``.
 
         The state of compressors is kept, except for variables with another compressor in the new plan.
         """
@@ -426,7 +432,7 @@ class ExactReplica(SynchronizedPasses):
             self._follow(self._start())
         assert self._engine is not None
         self._engine.enabled, self._engine.expects, self._engine.loss_scale = enabled, expects, scale
-        warn_left_out(self._engine.load_state_dict(self._memory), "parameters changed, so a new plan was made")
+        warn_left_out(self._engine.load_state_dict(self._memory), f"{changed} changed, so a new plan was made")
 
     def _start(self) -> Engine:
         self._planned = self._current()
@@ -493,10 +499,8 @@ class ExactReplica(SynchronizedPasses):
         if present is None or present is engine:
             return
         engine.enabled, engine.expects, engine.loss_scale = present.enabled, present.expects, present.loss_scale
-        if present.has_residuals:
-            self.settle()  # with overlap, messages under way still change them
-        self._memory |= present.state_dict()
-        engine.load_state_dict(self._memory)
+        state = self._memory | present.state_dict()
+        self._memory = {name: state[name] for name in engine.load_state_dict(state)}
         present.enabled = False
         self._follow(engine)
 

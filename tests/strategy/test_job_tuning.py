@@ -63,11 +63,18 @@ def test_is_bit_equal_to_a_fixed_plan_after_many_steps_and_switches(duo, case: s
             assert 0 < found["scale"] < 1.0  # it began with 2**10, and halved in each step that overflowed
 
 
-def test_what_compression_has_lost_stays_with_its_variable_across_switches(duo) -> None:
-    for found in duo.run(tuning_jobs.compressed_switches):
+@pytest.mark.parametrize("overlap", [None, "step"])
+def test_what_compression_has_lost_stays_with_its_variable_across_switches(overlap: str | None, duo) -> None:
+    for found in duo.run(tuning_jobs.compressed_switches, overlap=overlap):
         assert found["distance"] == 0.0
         assert found["switches"] >= 10
         assert found["lost"] > 1e-4
+
+
+def test_a_checkpoint_in_a_trial_has_what_compression_has_lost(duo) -> None:
+    first, _ = duo.run(tuning_jobs.checkpoints_in_trials)  # rank 0 writes it
+    assert {compressed for compressed, _ in first} == {True, False}
+    assert all(saved for _, saved in first)
 
 
 def test_a_plan_that_a_rank_cannot_open_is_given_up_on_all_ranks(duo) -> None:

@@ -166,7 +166,7 @@ def compare_with_fixed(precision: str | None = None, half: bool = False, **argum
     }
 
 
-def compressed_switches() -> dict[str, Any]:
+def compressed_switches(**options: Any) -> dict[str, Any]:
     """How far a job that switches all the time between two plans with the same compressor ends from a fixed one.
 
     The plans differ only in the number of the messages' priority, so only lost residuals can change the weights.
@@ -176,11 +176,11 @@ def compressed_switches() -> dict[str, Any]:
     other = plan.model_copy(update={"groups": tuple(group.model_copy(update={"priority": 1}) for group in plan.groups)})
     plans = [proposals.Alternative(each, name, 1.0) for each, name in ((plan, "one"), (other, "other"))]
 
-    def order(*_: Any) -> Proposals:
-        return Proposals(plans, "a test says so")
+    def propose(*_: Any) -> tuple[Proposals, str]:
+        return Proposals(plans, "a test says so"), ""
 
-    options: dict[str, Any] = {"cluster": PAIR, "semantics": "compressed"}
-    with scripted_switches(every=3) as switches, mock.patch.object(proposals, "order_plans", order):
+    options = {"cluster": PAIR, "semantics": "compressed", **options}
+    with scripted_switches(every=3) as switches, mock.patch.object(preparation, "propose", propose):
         ours = jobs.fit("Plain", AutoSyncStrategy(tuning=SHORT, **options), max_epochs=12)
     theirs = jobs.fit("Plain", AutoSyncStrategy(plan=plan, **options), max_epochs=12)
     exact = jobs.fit("Plain", DDPStrategy(), max_epochs=12)
@@ -189,6 +189,36 @@ def compressed_switches() -> dict[str, Any]:
         "lost": jobs.distance(ours, exact),
         "switches": len(switches),
     }
+
+
+def checkpoints_in_trials() -> list[tuple[bool, bool]]:
+    """For each step of a job that tries an exact plan and a compressed one in turn: which plan is in use, and lossy.
+
+    Returns:
+        Whether the plan in use is compressed, and whether a checkpoint would have what compression has lost so far.
+    """
+    kind = Compressor(kind="topk", ratio=0.2)
+    cluster, workload = ClusterSpec.uniform(1, 2), describe(models.Plain())
+    lossy = builders.all_reduce(workload, cluster, topology="star", compressor=kind)
+    plans = [
+        proposals.Alternative(each, name, 1.0)
+        for each, name in ((lossy, "lossy"), (builders.all_reduce(workload, cluster), "exact"))
+    ]
+    found = list[tuple[bool, bool]]()
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            replica = trainer.strategy._replica  # type: ignore[union-attr]
+            entry = replica.gather_state()
+            found.append((replica.engine.has_residuals, entry is not None and bool(entry["variables"])))
+
+    def propose(*_: Any) -> tuple[Proposals, str]:
+        return Proposals(plans, "a test says so"), ""
+
+    with scripted_switches(every=3), mock.patch.object(preparation, "propose", propose):
+        strategy = AutoSyncStrategy(tuning=SHORT, cluster=PAIR, semantics="compressed")
+        jobs.fit("Plain", strategy, max_epochs=4, callbacks=[Saves()])
+    return found
 
 
 def _pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -41,10 +41,15 @@ def buffer_fault(schedule: Schedule, rank: int, sharing: int) -> str:
 
 
 def buffer_bytes(schedule: Schedule, rank: int) -> int:
-    """Bytes that the dense messages of a schedule take on a rank, with what other ranks contribute to sums there."""
+    """Bytes that the dense messages of a schedule take on a rank, with what other ranks contribute to sums there.
+
+    A message that is compressed with error feedback also keeps what is lost of each gradient.
+    """
     total = 0
     for message in schedule.messages:
         itemsize = getattr(torch, message.dtype).itemsize
+        if message.compressor.kind != "none" and message.compressor.error_feedback:
+            total += message.numel * itemsize
         for each in message.rounds if not message.rows else ():
             total += each.length * itemsize
             for transfer in each.transfers:
