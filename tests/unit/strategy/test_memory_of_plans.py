@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan import Compressor, builders, compile_plan
 from lightning_autosync.strategy.tuning import memory
 from lightning_autosync.workload import Variable, Workload
 
@@ -60,6 +60,16 @@ def test_buffers_include_what_other_ranks_contribute(topology: str, expected: in
     cluster = ClusterSpec.uniform(3, bandwidth="1 Gbit/s")
     schedule = compile_plan(builders.all_reduce(MODEL, cluster, topology=topology), MODEL, cluster)
     assert max(memory.buffer_bytes(schedule, rank) for rank in range(3)) == 4 * expected
+
+
+def test_what_compression_has_lost_takes_as_much_as_gradients() -> None:
+    cluster = ClusterSpec.uniform(3, bandwidth="1 Gbit/s")
+    taken = {}
+    for feedback in (False, True):
+        kind = Compressor(kind="topk", error_feedback=feedback)
+        plan = builders.all_reduce(MODEL, cluster, topology="star", compressor=kind)
+        taken[feedback] = memory.buffer_bytes(compile_plan(plan, MODEL, cluster), 1)
+    assert taken[True] - taken[False] == MODEL.bytes
 
 
 def test_a_plan_may_take_half_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
