@@ -305,6 +305,17 @@ def test_reads_of_the_state_of_the_optimizer_are_found(reader: str, loaded: bool
     job.overlap.close()
 
 
+@pytest.mark.parametrize("reader", STATES)
+def test_the_state_of_the_optimizer_can_be_read_after_a_failure(reader: str) -> None:
+    job = Job(check_reads=True)
+    for _ in range(2):
+        job.step()
+    job.engine.failure = ExchangeError("rank 1 is lost")
+    job.overlap.close()
+    assert due(job) == [True] * 4
+    STATES[reader](job)
+
+
 def test_modes_end_with_the_overlap() -> None:
     job = Job(check_reads=True)
     job.overlap.close()
