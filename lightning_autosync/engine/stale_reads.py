@@ -57,6 +57,7 @@ class StaleStates(defaultdict[Any, Any]):
     """The ``state`` of an optimizer. It raises an error if it is read for a parameter whose step is due.
 
     After a failure it raises none, because the step is never made and frameworks still move states to other devices.
+    Copies by ``deepcopy`` and ``pickle`` are plain.
     """
 
     def __getitem__(self, parameter: Any) -> Any:
@@ -74,6 +75,9 @@ class StaleStates(defaultdict[Any, Any]):
     def values(self) -> Any:
         self._check(*self)
         return super().values()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (self.default_factory,), None, None, iter(self.items())
 
     def _check(self, *parameters: Any) -> None:
         for parameter in parameters:
