@@ -25,10 +25,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
 from lightning_autosync.engine.optimizer_steps import DeferredStep
+from lightning_autosync.errors import ExchangeError
 
 
 class Owner(Protocol):
-    """What completes the parameters of a message."""
+    """What completes the parameters of a message.
+
+    Attributes:
+        failure: the error because of which its parameters that are due get no value; None if there is none.
+    """
+
+    failure: ExchangeError | None
 
     def complete(self, index: int) -> None:
         """Wait for the sums of the message with this index, and make the optimizer's steps that are due.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_autosync.engine.due_parameter import due_of
+from lightning_autosync.engine.due_parameter import Due, due_of
 from lightning_autosync.errors import ExchangeError
 
 
@@ -46,7 +46,7 @@ class StaleReads(TorchDispatchMode):
     def _check(self, tensor: Tensor, func: Any) -> None:
         start, stop = _place(tensor)
         for (name, parameter), (first, last) in zip(self._parameters, self._places, strict=True):
-            if start < last and first < stop and _has_step_due(parameter):
+            if start < last and first < stop and _step_due(parameter) is not None:
                 raise ExchangeError(
                     f"{func} uses the memory of parameter '{name}' before the step that is due for it; use the "
                     "parameter itself, or call strategy.settle() first"
@@ -54,7 +54,11 @@ class StaleReads(TorchDispatchMode):
 
 
 class StaleStates(defaultdict[Any, Any]):
-    """The ``state`` of an optimizer. It raises an error if it is read for a parameter whose step is due."""
+    """The ``state`` of an optimizer. It raises an error if it is read for a parameter whose step is due.
+
+    After a failure it raises none, because the step is never made and frameworks still move states to other devices.
+    Copies by ``deepcopy`` and ``pickle`` are plain.
+    """
 
     def __getitem__(self, parameter: Any) -> Any:
         self._check(parameter)
@@ -72,19 +76,23 @@ class StaleStates(defaultdict[Any, Any]):
         self._check(*self)
         return super().values()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (self.default_factory,), None, None, iter(self.items())
+
     def _check(self, *parameters: Any) -> None:
         for parameter in parameters:
-            if _has_step_due(parameter):
+            due = _step_due(parameter)
+            if due is not None and due.owner.failure is None:
                 raise ExchangeError(
                     f"optimizer.state is read for a parameter of shape {tuple(parameter.shape)} before the step that "
                     "is due for it; use optimizer.state_dict(), or call strategy.settle() first"
                 )
 
 
-def _has_step_due(parameter: Any) -> bool:
-    """Whether a step is due for a parameter, and is not being made."""
+def _step_due(parameter: Any) -> Due | None:
+    """What is due for a parameter, if that is a step that is not being made."""
     due = due_of(parameter)
-    return due is not None and due.step is not None and not due.stepping
+    return None if due is None or due.step is None or due.stepping else due
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

@@ -64,17 +64,18 @@ class StepOverlap:
             ten functions at most.
 
     Attributes:
+        failure: see `Owner.failure`.
         waiting: makes the context in which a reader waits for sums and makes the optimizer's step.
     """
 
     def __init__(
         self, module: nn.Module, check_reads: bool = False, on_wait: Callable[[str], None] | None = None
     ) -> None:
+        self.failure: ExchangeError | None = None
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._lock = RLock()
         self._open: dict[int, list[nn.Parameter]] = {}
         self._engine: Engine | None = None
-        self._failure: ExchangeError | None = None
         self._released: list[nn.Parameter] = []
         self._launched: LaunchedGradients | None = None
         self._on_wait = on_wait
@@ -117,8 +118,8 @@ class StepOverlap:
     def complete(self, index: int) -> None:
         """See `Owner.complete`. Other threads that read one of the parameters meanwhile wait until this is done."""
         with self._lock:
-            if self._failure is not None:
-                raise self._failure  # whatever is due has no value
+            if self.failure is not None:
+                raise self.failure  # whatever is due has no value
             if index not in self._open:
                 self._stream.wait()  # another thread has just completed it, perhaps on another stream
                 return
@@ -198,9 +199,9 @@ class StepOverlap:
     def fail(self, what: str, error: BaseException) -> None:
         """Let all later readers fail, because parameters that are due will get no value."""
         if isinstance(error, ExchangeError):
-            self._failure = error
+            self.failure = error
         else:
-            self._failure = ExchangeError(
+            self.failure = ExchangeError(
                 f"parameters have no value, because {what} ({type(error).__name__}: {error}); resume from a checkpoint"
             )
 
@@ -296,8 +297,8 @@ class StepOverlap:
             with suppress(ExchangeError):  # kept for the readers
                 self.settle()
         finally:
-            if self._open and self._failure is None:
-                self._failure = ExchangeError("parameters have no value: their sums were not awaited before the end")
+            if self._open and self.failure is None:
+                self.failure = ExchangeError("parameters have no value: their sums were not awaited before the end")
             atexit.unregister(self._end_with_process)
             for handle in self._hooks:
                 handle.remove()
@@ -309,7 +310,7 @@ class StepOverlap:
     def _end_with_process(self) -> None:
         """Settle at the end of a script, because other ranks need this rank for the sums under way."""
         error = getattr(sys, "last_value", None)  # that ended the script
-        if error is None and self._failure is None:
+        if error is None and self.failure is None:
             self.settle()
 
     def _begin(self) -> None:

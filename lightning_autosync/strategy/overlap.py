@@ -60,7 +60,7 @@ class WaitLog:
 
     def tell(self, *holds: bool) -> None:
         """Note the reasons of a step that waits: changed parameters, tuning, a comparison of weights, and shares."""
-        for reason, holding in zip(_REASONS, holds, strict=False):
+        for reason, holding in zip(_REASONS, holds, strict=True):
             if holding:
                 self._say(f"{_WAIT} {reason}")
 

@@ -111,7 +111,7 @@ class DueJob:
             self.fate.store.add("stepped", 1)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.01)
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
 
 
 def ask_all(strategy: Any, how: str) -> None:
@@ -226,7 +226,16 @@ def train(
 
 
 def train_with_overlap(
-    store: dist.Store, rank: int, size: int, rejoin: bool, port: int, kind: str, how: str, victim: int, timeout: float
+    store: dist.Store,
+    rank: int,
+    size: int,
+    rejoin: bool,
+    port: int,
+    kind: str,
+    how: str,
+    victim: int,
+    timeout: float,
+    debug: bool,
 ) -> dict[str, Any]:
     """What ``fit`` raises on this rank, and what raises when weights are read and saved afterwards."""
     join(rank, size, port)
@@ -236,7 +245,8 @@ def train_with_overlap(
         made.append(type("Faulty", (DueJob, base), {})(Fate(store, how, victim)))
         return made[0]
 
-    found = fit("lightning", job, size, kind=kind, overlap="step", timeout=timedelta(seconds=timeout))
+    options = {"overlap": "step", "overlap_debug": debug, "timeout": timedelta(seconds=timeout)}
+    found = fit("lightning", job, size, kind=kind, **options)
     readers = (made[0].layer[0].weight.sum, made[0].state_dict)
     return {**found, "read": [outcome(reader) for reader in readers]}
 

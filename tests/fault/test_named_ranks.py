@@ -74,9 +74,11 @@ def test_whatever_asks_all_ranks_names_the_rank(where: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", sweep(["kill", "stop"], ["kill"]))
 @pytest.mark.parametrize("kind", sweep(["native", "tree"], ["tree"]))
-def test_readers_name_the_rank_whose_sums_their_steps_wait_for(kind: str, how: str) -> None:
+@pytest.mark.parametrize("debug", [False, True])
+def test_readers_name_the_rank_whose_sums_their_steps_wait_for(debug: bool, kind: str, how: str) -> None:
     timeout = TIMEOUT if how == "stop" else LONG
-    with crew_of("train_with_overlap", 3, kind=kind, how=how, victim=VICTIM, timeout=timeout) as crew:
+    options = {"kind": kind, "how": how, "victim": VICTIM, "timeout": timeout, "debug": debug}
+    with crew_of("train_with_overlap", 3, **options) as crew:
         found = [crew.result(rank, LIMIT) for rank in (0, 2)]
     check(found, how)
     for seen in found:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -302,6 +303,32 @@ def test_reads_of_the_state_of_the_optimizer_are_found(reader: str, loaded: bool
     job.overlap.settle()
     STATES[reader](job)
     assert all(map(torch.equal, job.module.parameters(), job.expected(3 if loaded else 2)))
+    job.overlap.close()
+
+
+@pytest.mark.parametrize("reader", STATES)
+def test_the_state_of_the_optimizer_can_be_read_after_a_failure(reader: str) -> None:
+    job = Job(check_reads=True)
+    for _ in range(2):
+        job.step()
+    job.engine.failure = ExchangeError("rank 1 is lost")
+    job.overlap.close()
+    assert due(job) == [True] * 4
+    STATES[reader](job)
+
+
+def test_a_copied_optimizer_has_nothing_of_the_overlap() -> None:
+    job = Job(check_reads=True)
+    for _ in range(2):
+        job.step()
+    with pytest.raises(ExchangeError, match=r"optimizer.state is read for a parameter"):
+        copy.deepcopy(job.optimizer.state)
+    job.overlap.settle()
+    assert b"lightning_autosync" not in pickle.dumps(job.optimizer)
+    other = copy.deepcopy(job.optimizer)
+    assert type(other.state) is defaultdict
+    assert len(other.state) == 4
+    assert other.state["a new parameter"] == {}
     job.overlap.close()
 
 
