@@ -55,8 +55,8 @@ _ONE_MACHINE = "all ranks run on one machine"
 _FIRST_ONLY = "trials are for the first module only"
 _ON_DEVICES = "on accelerators plans are measured before the first step"
 _DETERMINISTIC = (
-    "torch's deterministic algorithms are on, and plans that follow from measured times would sum gradients in another "
-    "order in each run; a plan that is given keeps its order"
+    "torch's deterministic algorithms are on, and with plans that follow from measured times, two runs could differ in "
+    "the last bits"
 )
 _PYTHON = "version of Python (all ranks need the same one, or tuning='off' or a plan)"
 
@@ -376,12 +376,14 @@ class JobTuning:
         """Stop trials; the engine of the present plan is in use afterwards, and the only one that is open."""
         try:
             if (tuner := self._tuner) is not None:
-                self._tuner, self._ended = None, tuner.state
-                self._trials += tuner.trials
-                if not tuner.ended and any(trial.accepted for trial in tuner.trials):
-                    self._remember(tuner)
-                self._resolution = replace(self.resolution, alternatives=tuner.alternatives)
-                tuner.close()
+                try:
+                    self._tuner, self._ended = None, tuner.state
+                    self._trials += tuner.trials
+                    self._resolution = replace(self.resolution, alternatives=tuner.alternatives)
+                    if not tuner.ended and any(trial.accepted for trial in tuner.trials):
+                        self._remember(tuner)
+                finally:
+                    tuner.close()
         finally:
             self._recorder = None
             if self._control is not None:

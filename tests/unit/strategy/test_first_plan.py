@@ -138,6 +138,19 @@ def test_a_plan_is_remembered_anew_if_the_trials_of_the_earlier_job_had_not_ende
     assert kept is None or kept.unfinished == (not ended)
 
 
+def test_all_is_closed_if_a_plan_cannot_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JobTuning(nn.Linear(1, 1), StrategySettings(tuning=TuningSettings()), 2, 1, None, None)
+    tuner = mock.Mock(ended=False, trials=[mock.Mock(accepted=True)])
+    job._tuner, job._resolution, job._control = tuner, Found("chosen"), mock.Mock()  # type: ignore[assignment]
+    monkeypatch.setattr(job_tuning, "replace", mock.Mock())
+    monkeypatch.setattr(job, "_remember", mock.Mock(side_effect=MemoryError))
+    monkeypatch.setattr(job_tuning.dist, "destroy_process_group", mock.Mock())
+    with pytest.raises(MemoryError):
+        job.close()
+    tuner.close.assert_called_once_with()
+    assert job._control is None
+
+
 @pytest.mark.parametrize(
     ("described", "links"),
     [(True, "3 hosts, described"), (False, "3 hosts, links as known to an earlier job on 2026-03-01")],
