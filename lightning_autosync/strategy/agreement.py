@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import weakref
 from collections.abc import Callable
@@ -116,8 +115,7 @@ def compare_ranks(settings: StrategySettings) -> FailureDetector | None:
     """Compare versions and settings of all ranks, and open a failure detector; collective.
 
     The versions of this package and of the plan's format must be equal, and settings that affect exchanges. Of torch's
-    version, only the first two numbers must be equal (2.13 of 2.13.1), because builds differ between machines; so of
-    Python's, if ranks may try plans.
+    version, only the first two numbers must be equal (2.13 of 2.13.1), because builds differ between machines.
 
     Returns:
         The failure detector; None for a single rank. Relaxed replicas detect failures by their mesh, and the strategy
@@ -157,11 +155,6 @@ def _compare_versions(found: list[dict[str, Any]]) -> None:
             )
 
 
-def _python(settings: StrategySettings) -> str:
-    tries = settings.tuning is not None and settings.plan is None
-    return ".".join(platform.python_version_tuple()[:2]) if tries else "any"
-
-
 def _usable(settings: StrategySettings) -> StrategySettings:
     if settings.error is not None:
         raise settings.error
@@ -182,6 +175,4 @@ def _rules(settings: StrategySettings) -> dict[str, str]:
         "plan": "given" if settings.plan is not None else "none",
         "cluster": "none" if settings.cluster is None else settings.cluster.fingerprint,
         "tuning": "off" if settings.tuning is None else str(replace(settings.tuning, cache=None)),
-        # Each rank chooses by its own arithmetic, whose last bits differ between versions (`math.hypot`, `NormalDist`).
-        "version of Python (all ranks need the same one, or tuning='off' or a plan)": _python(settings),
     }

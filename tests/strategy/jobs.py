@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import os
+import platform
 import sys
 import time
 import warnings
@@ -306,11 +307,12 @@ def error_of_meeting(
         return error_of("Plain", **arguments)
 
 
-def error_with_other_python(odd: int, **strategy: Any) -> str:
-    """What ``fit`` raises where rank ``odd`` runs Python 3.9."""
-    found = ("3", "9", "1") if dist.get_rank() == odd else agreement.platform.python_version_tuple()
-    with mock.patch.object(agreement.platform, "python_version_tuple", return_value=found):
-        return error_of("Plain", **strategy)
+def error_with_other_python(odd: int, nodes: int, **strategy: Any) -> str:
+    """What ``fit`` raises where rank ``odd`` of two on so many nodes runs Python 3.9."""
+    cluster = ClusterSpec.uniform(nodes, 2 // nodes, "1 Gbit/s")
+    found = ("3", "9", "1") if dist.get_rank() == odd else platform.python_version_tuple()
+    with mock.patch.object(platform, "python_version_tuple", return_value=found):
+        return error_of("Plain", cluster=cluster, **strategy)
 
 
 def broken_backward(victim: int) -> dict[str, Any]:

@@ -321,11 +321,14 @@ def test_settings_that_differ_between_ranks(duo, arguments: dict[str, object], w
 
 def test_ranks_that_may_try_plans_need_the_same_python(duo) -> None:
     """Each of them chooses by its own arithmetic."""
-    same_error(duo.run(jobs.error_with_other_python, odd=1), "PlanError: version of Python", "rank 1 has 3.9, but rank")
+    found = duo.run(jobs.error_with_other_python, odd=1, nodes=2)
+    same_error(found, "PlanError: version of Python", "rank 1 has 3.9, but rank")
 
 
-@pytest.mark.parametrize("options", [{"tuning": "off"}, {"plan": "all_reduce"}], ids=str)
-def test_other_ranks_may_run_another_python(duo, options: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"nodes": 1}, {"nodes": 2, "tuning": "off"}, {"nodes": 2, "plan": "all_reduce"}], ids=str
+)
+def test_other_ranks_may_run_another_python(duo, options: dict[str, Any]) -> None:
     assert duo.run(jobs.error_with_other_python, odd=1, **options) == ["none"] * 2
 
 

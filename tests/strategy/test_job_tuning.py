@@ -228,7 +228,7 @@ def test_a_second_job_starts_with_the_plan_that_the_first_one_found(duo, tmp_pat
     assert entry.entry.cluster.name == "pair"
 
 
-@pytest.mark.parametrize("options", sweep([{}, {"overlap": "step"}], [{}]), ids=str)
+@pytest.mark.parametrize("options", sweep([{}, {"cluster": None}, {"overlap": "step"}], [{}]), ids=str)
 def test_a_job_goes_on_with_the_trials_of_one_that_ended_before_them(duo, tmp_path, options: dict[str, Any]) -> None:
     for first, second in duo.run(tuning_jobs.interrupted, folder=str(tmp_path), **options):
         (trial,) = first["trials"]

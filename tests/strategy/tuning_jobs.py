@@ -492,9 +492,9 @@ def interrupted(folder: str, **options: Any) -> list[dict[str, Any]]:
         return reason
 
     for _ in range(2):
-        tuning, first = replace(SHORT, search=60.0, plans=2, cache=folder), NotesFirstPlan()
-        strategy = AutoSyncStrategy(cluster=PAIR, tuning=tuning, **options)
-        with counted_switches(), mock.patch.object(LiveTuner, "after_pass", note):
+        tuning, first = replace(SHORT, probe=1.0, search=60.0, plans=2, cache=folder), NotesFirstPlan()
+        strategy = AutoSyncStrategy(tuning=tuning, **{"cluster": PAIR, **options})
+        with seen_links(PAIR, COSTS), counted_switches(), mock.patch.object(LiveTuner, "after_pass", note):
             jobs.fit("Plain", strategy, max_epochs=24, callbacks=[first, ending])
         report = strategy.report()
         assert report is not None

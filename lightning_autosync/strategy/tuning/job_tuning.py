@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import time
 from collections.abc import Callable, Container
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lightning_autosync.errors import OpeningError
 from lightning_autosync.measure.probe.hosts import shared_cores
 from lightning_autosync.plan import Schedule, compile_plan
 from lightning_autosync.replay import Constants
+from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.resolution import (
     Resolution,
@@ -53,9 +55,10 @@ _ONE_MACHINE = "all ranks run on one machine"
 _FIRST_ONLY = "trials are for the first module only"
 _ON_DEVICES = "on accelerators plans are measured before the first step"
 _DETERMINISTIC = (
-    "torch's deterministic algorithms are on, and plans that follow from measured times would sum gradients in another "
-    "order in each run; a plan that is given keeps its order"
+    "torch's deterministic algorithms are on, and with plans that follow from measured times, two runs could differ in "
+    "the last bits"
 )
+_PYTHON = "version of Python (all ranks need the same one, or tuning='off' or a plan)"
 
 
 class JobTuning:
@@ -373,12 +376,14 @@ class JobTuning:
         """Stop trials; the engine of the present plan is in use afterwards, and the only one that is open."""
         try:
             if (tuner := self._tuner) is not None:
-                self._tuner, self._ended = None, tuner.state
-                self._trials += tuner.trials
-                if not tuner.ended and any(trial.accepted for trial in tuner.trials):
-                    self._remember(tuner)
-                self._resolution = replace(self.resolution, alternatives=tuner.alternatives)
-                tuner.close()
+                try:
+                    self._tuner, self._ended = None, tuner.state
+                    self._trials += tuner.trials
+                    self._resolution = replace(self.resolution, alternatives=tuner.alternatives)
+                    if not tuner.ended and any(trial.accepted for trial in tuner.trials):
+                        self._remember(tuner)
+                finally:
+                    tuner.close()
         finally:
             self._recorder = None
             if self._control is not None:
@@ -386,7 +391,11 @@ class JobTuning:
                 self._control = None
 
     def _prepare(self, also: Container[nn.Parameter]) -> Preparation | None:
-        """Find links and plans, if the user gave no plan and links matter; collective."""
+        """Find links and plans, if the user gave no plan and links matter; collective.
+
+        Raises:
+            PlanError: (on every rank) ranks run different versions of Python, and may try plans.
+        """
         if reason := self._why_untuned():
             self._ended = f"{_NO_OTHER}: {reason}"
             return None
@@ -395,6 +404,8 @@ class JobTuning:
             self._ended = f"{_NO_OTHER}: {_DETERMINISTIC}"
             rank_zero_info(f"AutoSync: {self._ended}")
             return None
+        # Each rank chooses by its own arithmetic, whose last bits differ between versions (`math.hypot`, `NormalDist`).
+        agree(platform.python_version_tuple, lambda found: {_PYTHON: ".".join(found[:2])}, self._group)
         found = prepare(self._settings, self._module, *self._shape, self._group, also, self.links, self._device)
         if found.on_one_host:
             self._shape = 1, found.links.cluster.world_size  # the nodes of this job are one machine

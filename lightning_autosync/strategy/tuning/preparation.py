@@ -27,7 +27,14 @@ from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.resolution import checked_workload
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative, LiveTuner
-from lightning_autosync.strategy.tuning.proposals import DESCRIBED, JobLinks, Proposals, find_links, propose
+from lightning_autosync.strategy.tuning.proposals import (
+    DESCRIBED,
+    JobLinks,
+    Proposals,
+    compare_links,
+    find_links,
+    propose,
+)
 from lightning_autosync.strategy.tuning.settings import DEFAULT_CACHE, TuningSettings
 from lightning_autosync.workload import Workload
 
@@ -98,6 +105,14 @@ def prepare(
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)
+    if entry is not None and settings.cluster is None:
+        earlier = replace(links, cluster=entry.cluster)
+        # Unlike processors may round rates differently, so rank 0 compares them for all.
+        is_first = dist.get_rank(group) == 0
+        words, changed = broadcast_json(compare_links(earlier, links) if is_first else None, group)
+        if changed is not None:
+            rank_zero_info(f"AutoSync: the job does not begin with the plan of an earlier job: links differ. {words}")
+            entry = None
     constants = links.constants.model_copy(update={"accelerated": device != "cpu"})
 
     def known() -> list[tuple[str, SyncPlan]]:
@@ -109,7 +124,10 @@ def prepare(
 
 
 def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> None:
-    """Keep the plan that a job found, for later jobs of the same key; call it on rank 0. It raises no errors."""
+    """Keep the plan that a job found, for later jobs of the same key; call it on rank 0. It raises no errors.
+
+    The plan of a job whose trials had ended stays if those of this job have not.
+    """
     plan = tuner.present
     known = preparation.expected is not None and preparation.remembered == plan.plan.fingerprint
     if cache is None or known:
@@ -135,7 +153,10 @@ def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> N
     except ValueError as error:  # training must not end because its plan cannot be remembered
         rank_zero_warn(f"the tuned plan is not remembered for later jobs: {error}")
         return
-    _memory(cache).store(entry)
+    memory = _memory(cache)
+    if entry.unfinished and (kept := memory.find(entry.key)) is not None and not kept.unfinished:
+        return  # that one has more evidence
+    memory.store(entry)
 
 
 def forget(preparation: Preparation, cache: str | None) -> None:
@@ -158,9 +179,12 @@ def _near_plans(key: TuningKey, cluster: ClusterSpec, tuning: TuningSettings) ->
     if tuning.cache is None:
         return []
     found = dict[str, tuple[str, SyncPlan]]()
-    for entry in _memory(tuning.cache).nearest(key, cluster):
-        if not is_native(_source(entry)):
-            found.setdefault(entry.plan.fingerprint, _named(entry))
+    try:
+        for entry in _memory(tuning.cache).nearest(key, cluster):
+            if not is_native(_source(entry)):
+                found.setdefault(entry.plan.fingerprint, _named(entry))
+    except Exception as error:  # a search needs no memory
+        rank_zero_warn(f"plans of other jobs take no part in the search: {type(error).__name__}: {error}")
     return list(found.values())[:_MOST_NEAR]
 
 
@@ -176,18 +200,21 @@ def _source(entry: TunedPlan) -> str:
 
 
 def _beginning_with(entry: TunedPlan, found: Preparation, proposals: Proposals) -> Preparation:
-    """The preparation with the plan of an earlier job first, if the search has priced it."""
+    """The preparation with the plan of an earlier job first, if it is among those of the search."""
 
     def is_other(plan: SyncPlan) -> bool:
         return (signature(plan), plan.waits) != (signature(entry.plan), entry.plan.waits)
 
     first, *others = sorted(proposals.plans, key=lambda each: is_other(each.plan))
     if is_other(first.plan):
+        rank_zero_info(
+            f"AutoSync: the job does not begin with {entry.origin}, the fastest so far in the trials of an earlier "
+            "job, because that is not among the plans that may be tried"
+        )
         return found
-    reason = (
-        f"{first.name}, the fastest so far in the trials of an earlier job, which ended before them; the search alone "
-        f"chooses {proposals.reason}"
-    )
+    reason = f"{first.name}, the fastest so far in the trials of an earlier job, which ended before them"
+    if first is not proposals.plans[0]:
+        reason += f"; prediction alone would choose {proposals.reason}"
     return replace(found, proposals=Proposals([first, *others], reason), remembered=first.plan.fingerprint)
 
 
@@ -199,7 +226,7 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
     """The entry of an earlier job on rank 0's disk; collective.
 
     Links that no user describes are compared with its rates, since they may have changed, or may have been slow while
-    that job ran.
+    that job ran. For a job that ended before its trials did, this comes later, because links are measured anyway.
     """
     assert settings.tuning is not None
     cache, found = settings.tuning.cache, None
@@ -212,7 +239,9 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
     if found is None:
         return None
     entry = TunedPlan.from_dict(found, source="the tuning cache of rank 0")
-    if settings.cluster is None and (far := broadcast_json(compare_rates(entry.cluster, settings.timeout), group)):
+    if settings.cluster is not None or entry.unfinished:
+        return entry
+    if far := broadcast_json(compare_rates(entry.cluster, settings.timeout), group):
         rank_zero_info(
             "AutoSync: plans are searched, because the links are not as an earlier job, whose plan is remembered, "
             f"described them: {'; '.join(far)}"

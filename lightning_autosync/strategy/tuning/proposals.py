@@ -230,7 +230,7 @@ def _search(
 
     try:
         plans = search(overlaps=overlaps)
-        # No job begins with a plan that waits, so nothing reads what they take beside a computation.
+        # No search lets a job begin with a plan that waits, so nothing reads what they take beside a computation.
         waiting = search(balances=False) if overlaps else []
         return {"plans": plans, "waiting": waiting, "remark": "", "overlaps": overlaps}
     except MissingPackageError as error:

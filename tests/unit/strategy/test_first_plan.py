@@ -16,7 +16,7 @@ from tuned_plans import CLUSTER, tuned, workload
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
 from lightning_autosync.errors import DocumentError, OpeningError
-from lightning_autosync.plan import builders
+from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.plan.builders.default import NATIVE
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import Evidence, StepTime, TuningCache
@@ -25,7 +25,7 @@ from lightning_autosync.strategy.tuning import job_tuning, preparation, proposal
 from lightning_autosync.strategy.tuning.job_tuning import TRIAL_CONNECT_TIMEOUT, JobTuning
 from lightning_autosync.strategy.tuning.live import Alternative, _candidate
 from lightning_autosync.strategy.tuning.preparation import Preparation, _of_entry
-from lightning_autosync.strategy.tuning.proposals import JobLinks, search_plans
+from lightning_autosync.strategy.tuning.proposals import JobLinks, Proposals, search_plans
 from lightning_autosync.strategy.tuning.settings import TuningSettings, read_tuning
 from lightning_autosync.strategy.tuning.tuner import Tuner
 from lightning_autosync.workload import describe
@@ -138,6 +138,38 @@ def test_a_plan_is_remembered_anew_if_the_trials_of_the_earlier_job_had_not_ende
     assert kept is None or kept.unfinished == (not ended)
 
 
+@pytest.mark.parametrize(("earlier", "ended"), [(False, False), (False, True), (True, False), (True, True)])
+def test_a_job_that_ends_before_its_trials_leaves_the_plan_of_one_that_ended_them(
+    tmp_path: Path, earlier: bool, ended: bool
+) -> None:
+    """It has not taken that plan, because links are slow today. They may recover."""
+    cache, entry = TuningCache(tmp_path), tuned(unfinished=not earlier)
+    cache.store(entry)
+    plan = builders.ps(workload(), CLUSTER)
+    tuner: Any = SimpleNamespace(
+        present=Alternative(plan, "ps", 0.1), evidence=(entry.evidence.measured, []), passes=9, ended=ended
+    )
+    slow = CLUSTER.scaled(0.1)
+    preparation.remember(Preparation(JobLinks(slow, Constants()), workload(), entry.key), tuner, str(tmp_path))
+    kept = cache.find(entry.key)
+    assert kept is not None
+    assert (kept == entry) == (earlier and not ended)
+    assert kept == entry or (kept.plan, kept.cluster) == (plan, slow)
+
+
+def test_all_is_closed_if_a_plan_cannot_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JobTuning(nn.Linear(1, 1), StrategySettings(tuning=TuningSettings()), 2, 1, None, None)
+    tuner = mock.Mock(ended=False, trials=[mock.Mock(accepted=True)])
+    job._tuner, job._resolution, job._control = tuner, Found("chosen"), mock.Mock()  # type: ignore[assignment]
+    monkeypatch.setattr(job_tuning, "replace", mock.Mock())
+    monkeypatch.setattr(job, "_remember", mock.Mock(side_effect=MemoryError))
+    monkeypatch.setattr(job_tuning.dist, "destroy_process_group", mock.Mock())
+    with pytest.raises(MemoryError):
+        job.close()
+    tuner.close.assert_called_once_with()
+    assert job._control is None
+
+
 @pytest.mark.parametrize(
     ("described", "links"),
     [(True, "3 hosts, described"), (False, "3 hosts, links as known to an earlier job on 2026-03-01")],
@@ -176,6 +208,100 @@ def test_ddps_plan_is_not_tried_against_a_remembered_one_if_it_is_known_to_be_mu
     assert bool(tuner.trials) == tried
 
 
+def alone(monkeypatch: pytest.MonkeyPatch, cluster: ClusterSpec, folder: Path, **tuning: Any) -> StrategySettings:
+    """The settings of a job of three ranks on such links, of which only rank 0 runs, and that remembers in a folder."""
+    monkeypatch.setattr(preparation, "agree", lambda find, *_: find())
+    monkeypatch.setattr(preparation, "gather_json", lambda *_: ["x", "y", "z"])
+    monkeypatch.setattr(preparation, "broadcast_json", lambda own, *_: own)
+    monkeypatch.setattr(preparation.dist, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(preparation, "find_links", lambda *_: proposals.JobLinks(cluster, Constants()))
+    monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
+    return StrategySettings(tuning=TuningSettings(**{"search": 60.0, "cache": str(folder), **tuning}))
+
+
+@dataclass
+class Trained:
+    """A job that an earlier one may have remembered a plan for."""
+
+    module: nn.Module
+    cluster: ClusterSpec
+    settings: StrategySettings
+    plans: list[SyncPlan]
+    told: list[str]
+
+    def prepare(self, plan: SyncPlan, **changes: Any) -> tuple[Preparation, list[Alternative]]:
+        """What a job finds after one that ended before its trials with such a plan."""
+        assert self.settings.tuning is not None
+        fields = {"cluster": self.cluster, "unfinished": True, "origin": "best of trials", **changes}
+        entry = tuned(describe(self.module), hosts=("x", "y", "z"), plan=plan, **fields)
+        TuningCache(self.settings.tuning.cache).store(entry)
+        found = preparation.prepare(self.settings, self.module, 3, 1)
+        assert found.proposals is not None
+        return found, list(found.proposals.plans)
+
+
+@pytest.fixture
+def earlier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
+    """A job whose search finds the plans of two builders, the first one faster, and no others."""
+    module, cluster = nn.Linear(300, 200), ClusterSpec.star(["800 Mbit/s", "200 Mbit/s", "200 Mbit/s"])
+    model, told = describe(module), list[str]()
+    plans = [builders.packed_trees(model, cluster), builders.all_reduce(model, cluster)]
+    ranked = [Alternative(plans[0], "packed_trees", 0.1), Alternative(plans[1], NATIVE, 0.2, native=True)]
+    monkeypatch.setattr(preparation, "propose", lambda *_: (Proposals(ranked, "packed_trees, as predicted"), ""))
+    monkeypatch.setattr(preparation, "rank_zero_info", told.append)
+    monkeypatch.setattr(preparation, "compare_rates", mock.Mock(side_effect=AssertionError("links are measured twice")))
+    return Trained(module, cluster, alone(monkeypatch, cluster, tmp_path), plans, told)
+
+
+BEGINS = "the fastest so far in the trials of an earlier job, which ended before them"
+
+
+def test_a_job_that_goes_on_with_trials_says_what_prediction_would_choose(earlier: Trained) -> None:
+    found, plans = earlier.prepare(earlier.plans[1])
+    assert [each.plan for each in plans] == earlier.plans[::-1]
+    assert found.remembered == earlier.plans[1].fingerprint
+    assert found.proposals is not None
+    assert found.proposals.reason == f"{NATIVE}, {BEGINS}; prediction alone would choose packed_trees, as predicted"
+
+
+def test_a_job_whose_prediction_chooses_the_remembered_plan_says_so_once(earlier: Trained) -> None:
+    found, plans = earlier.prepare(earlier.plans[0])
+    assert [each.plan for each in plans] == earlier.plans
+    assert found.proposals is not None
+    assert found.proposals.reason == f"packed_trees, {BEGINS}"
+
+
+def test_a_job_that_cannot_begin_with_the_remembered_plan_says_so(earlier: Trained) -> None:
+    """The search had no time for it."""
+    found, plans = earlier.prepare(builders.ps(describe(earlier.module), earlier.cluster))
+    assert [each.plan for each in plans] == earlier.plans
+    assert found.remembered is None
+    assert earlier.told == [
+        "AutoSync: the job does not begin with best of trials, the fastest so far in the trials of an earlier job, "
+        "because that is not among the plans that may be tried"
+    ]
+
+
+def test_a_job_does_not_begin_with_a_plan_of_trials_on_other_rates(earlier: Trained) -> None:
+    found, plans = earlier.prepare(earlier.plans[1], cluster=earlier.cluster.scaled(0.5))
+    assert [each.plan for each in plans] == earlier.plans
+    assert found.remembered is None
+    (told,) = earlier.told
+    assert told.startswith("AutoSync: the job does not begin with the plan of an earlier job: links differ. ")
+    assert "200 Mbit/s, but 100 Mbit/s before" in told
+
+
+def test_a_search_goes_on_if_plans_of_other_jobs_cannot_be_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = alone(monkeypatch, CLUSTER, tmp_path, search=0.1)
+    monkeypatch.setattr(TuningCache, "nearest", mock.Mock(side_effect=ZeroDivisionError("a test says so")))
+    with pytest.warns(UserWarning, match=r"take no part in the search: ZeroDivisionError: a test says so"):
+        found = preparation.prepare(settings, nn.Linear(30, 20), 3, 1)
+    assert found.proposals is not None
+    assert found.links.fault == ""
+
+
 def test_a_job_prices_and_names_plans_that_jobs_on_other_hosts_have_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -194,13 +320,7 @@ def test_a_job_prices_and_names_plans_that_jobs_on_other_hosts_have_found(
     ]
     for entry in earlier:
         TuningCache(tmp_path).store(entry)
-    monkeypatch.setattr(preparation, "agree", lambda find, *_: find())
-    monkeypatch.setattr(preparation, "gather_json", lambda *_: ["x", "y", "z"])
-    monkeypatch.setattr(preparation, "broadcast_json", lambda own, *_: own)
-    monkeypatch.setattr(preparation.dist, "get_rank", lambda *_: 0)
-    monkeypatch.setattr(preparation, "find_links", lambda *_: proposals.JobLinks(cluster, Constants()))
-    monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
-    settings = StrategySettings(tuning=TuningSettings(search=60.0, cache=str(tmp_path)))
+    settings = alone(monkeypatch, cluster, tmp_path)
     found = preparation.prepare(settings, module, 3, 1)
     assert found.remembered is None
     assert found.proposals is not None

@@ -11,6 +11,8 @@ from torch import nn
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
+from lightning_autosync.strategy import agreement
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning import job_tuning
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
@@ -19,17 +21,32 @@ from lightning_autosync.strategy.tuning.settings import TuningSettings
 NODE = ClusterSpec.uniform(nodes=1, devices=2, name="one node")
 
 
-def preparations(monkeypatch: pytest.MonkeyPatch, nodes: int, others: bool = False, **settings: Any) -> tuple[int, str]:
+def preparations(
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    others: bool = False,
+    python: str | None = None,
+    device: str = "cpu",
+    tuning: TuningSettings | None = None,
+    **settings: Any,
+) -> tuple[int, str]:
     """How often a job prepares its tuning, and what it tells of it.
 
     Args:
         others: whether deterministic algorithms are on on another rank.
+        python: version of Python of another rank; None for the own one.
     """
+    other = {} if python is None else {"identity": {job_tuning._PYTHON: python}}
+    monkeypatch.setattr(agreement, "gather_json", lambda own, group: [own, own | other])
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(JobTuning, "_device", device)
+    monkeypatch.setattr(JobTuning, "_measured_on_device", lambda self, found, also: found)
     prepared = mock.Mock()
     prepared.return_value.on_one_host = False
     monkeypatch.setattr(job_tuning, "prepare", prepared)
     monkeypatch.setattr(job_tuning, "gather_json", lambda own, group: [own, others])
-    job = JobTuning(nn.Linear(2, 2), StrategySettings(tuning=TuningSettings(), **settings), nodes, 2, None, None)
+    chosen = StrategySettings(tuning=tuning or TuningSettings(), **settings)
+    job = JobTuning(nn.Linear(2, 2), chosen, nodes, 2, None, None)
     found = job._prepare(())
     assert (found is not None) == prepared.called
     return prepared.call_count, job._ended
@@ -60,3 +77,28 @@ def test_a_job_does_not_if_algorithms_are_deterministic_on_any_rank(
     count, told = preparations(monkeypatch, nodes=2, others=others)
     assert count == 0
     assert told.startswith("no other plan is tried: torch's deterministic algorithms are on")
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cuda", "tuning": TuningSettings(accelerators=True)}], ids=str)
+def test_a_job_that_may_try_plans_needs_the_same_python_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    with pytest.raises(PlanError, match=r"version of Python .*: rank 1 has 3\.9, but rank 0 has 3\.\d+; use the same"):
+        preparations(monkeypatch, nodes=2, python="3.9", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nodes": 1},
+        {"nodes": 2, "cluster": NODE},
+        {"nodes": 2, "device": "cuda"},
+        {"nodes": 2, "tuning": TuningSettings(probe=0)},
+        {"nodes": 2, "others": True},
+    ],
+    ids=str,
+)
+def test_a_job_that_tries_no_plans_needs_no_equal_versions_of_python(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    assert preparations(monkeypatch, python="3.9", **options)[0] == 0
