@@ -290,7 +290,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         return [replica.report() for replica in self._replicas]
 
     def measure_steps(self) -> list[bool]:
-        """For each module that is set up: like `Replica.measure_steps`."""
+        """For each module that is set up: like `Replica.measure_steps`; later modules have no figures."""
         return [replica.measure_steps() for replica in self._replicas]
 
     def step_figures(self) -> list[StepFigures | None]:
