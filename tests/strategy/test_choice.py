@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from torch import nn
 
@@ -188,6 +190,21 @@ def test_a_given_plan_decides_which_tables_travel_by_rows() -> None:
     given = plan.model_copy(update={"groups": (*alone, together)})
     found = resolve(StrategySettings(plan=given), module, 2, 1).workload
     assert {v.name for v in found.variables if v.kind == "row_sparse"} == {"large.weight"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "described", "warned"), [(4, 1, False, True), (4, 1, True, False), (2, 2, False, False)]
+)
+def test_a_plan_for_racks_without_a_cluster_is_warned_of(
+    nodes: int, devices: int, described: bool, warned: bool
+) -> None:
+    module = nn.Linear(4, 4)
+    racks = ClusterSpec.racks(racks=2, nodes_per_rack=2, bandwidth="1 Gbit/s", uplink="1 Gbit/s")
+    plan = builders.hierarchical(describe(module), racks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resolve(StrategySettings(plan=plan, cluster=racks if described else None), module, nodes, devices)
+    assert any("no cluster tells which nodes share a rack" in str(each.message) for each in caught) == warned
 
 
 def test_on_accelerators_only_the_backend_is_chosen() -> None:
