@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import counted
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import codecs
 from lightning_autosync.plan.messages import ITEMSIZE, cut, weighted_bounds
@@ -76,7 +77,11 @@ def check_variables(plan: SyncPlan, workload: Workload, source: str) -> None:
     for index, group in enumerate(plan.groups):
         for name in group.variables:
             if name not in present:
-                raise PlanError(f"{source}: groups[{index}].variables: the model has no trainable parameter '{name}'")
+                raise PlanError(
+                    f"{source}: groups[{index}].variables: the model has no trainable parameter '{name}' "
+                    f"({len(planned - present)} of the plan's {counted(len(planned), 'parameter')} are not in it); "
+                    "give a plan that was made for this model"
+                )
     if missing := [variable.name for variable in workload.variables if variable.name not in planned]:
         raise PlanError(
             f"{source}: groups: parameter '{missing[0]}' is in no group ({len(missing)} in all); "

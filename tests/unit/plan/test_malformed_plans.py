@@ -240,6 +240,7 @@ REST = {"bias": {"variables": ["bias"]}, "table": {"variables": ["table"]}}
     [
         ([{"variables": ["weight"]}], {}, "groups: parameter 'bias' is in no group (2 in all)"),
         ([{"variables": ["gone"]}], {}, "groups[0].variables: the model has no trainable parameter 'gone'"),
+        ([{"variables": ["gone", "bias"]}], {}, "'gone' (1 of the plan's 2 parameters are not in it); give a"),
         ([{"variables": ["weight"]}], {"world_size": 3}, "world_size: the plan is for 3 ranks"),
         (
             [{"variables": ["weight"]}, *REST.values()],
