@@ -284,6 +284,12 @@ def test_links_that_become_slow_during_trials_are_measured_once(passes: int, rea
         assert f"because {reason}. They have not changed." in checks[0]
 
 
+def test_a_faster_plan_is_not_taken_for_faster_links(duo) -> None:
+    for found in duo.run(tuning_jobs.faster_by_a_trial):
+        assert found["accepted"] == [True, False]
+        assert list(found["checks"]) == []
+
+
 def test_links_that_change_in_a_trial_are_planned_for_again(duo) -> None:
     for found in duo.run(tuning_jobs.slowed_in_trials):
         (passes, trying, reason), *others = found["seen"]

@@ -819,6 +819,35 @@ def slowed_in_trials() -> dict[str, Any]:
     return {"seen": seen, "distance": jobs.distance(ours, theirs), "links": report.links}
 
 
+def faster_by_a_trial() -> dict[str, Any]:
+    """The trials and checks of a job whose steps take half as long once its first trial has accepted a plan."""
+    take, end, ended = AgreedTimes.take, Tuner._end_contest, list[bool]()
+
+    def scripted(self: AgreedTimes) -> PassTimes:
+        take(self)
+        return PassTimes(0.1 if not ended else 0.05, 0.0, 0.025)
+
+    def decide(self: Contest) -> bool | None:
+        return None if min(self.passes) < 10 else not ended
+
+    def noted(self: Tuner, contest: Contest) -> None:
+        end(self, contest)
+        ended.append(True)
+
+    with (
+        mock.patch.object(AgreedTimes, "take", scripted),
+        mock.patch.object(Contest, "_decide", decide),
+        mock.patch.object(Tuner, "_end_contest", noted),
+        mock.patch.object(proposals, "compare_rates", return_value=[]),
+        hurrying(),
+    ):
+        strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=2))
+        jobs.fit("Plain", strategy, max_epochs=14)
+    report = strategy.report()
+    assert report is not None
+    return {"accepted": [trial.accepted for trial in report.trials], "checks": report.checks}
+
+
 def calls_of_steps(ended: bool) -> dict[str, Any]:
     """The collective calls in steps with a native plan, and the times that ranks agreed on in these steps.
 
