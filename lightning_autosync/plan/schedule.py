@@ -23,6 +23,11 @@ class TreeTransfer:
     """Elements ``[start, stop)``, reduced along one tree and broadcast along another with the same root.
 
     The range is pipelined in pieces of ``segment`` elements.
+
+    A ``second_root`` is a child of the root on both trees; -1 for none. The two exchange their sums of all other
+    contributions at the same time, and both add them up. So a piece crosses the link between them once in each
+    direction as before, but the way back need not wait for the way there. (Träff, "A doubly-pipelined, dual-root
+    reduction-to-all algorithm", 2021.)
     """
 
     start: int
@@ -30,6 +35,7 @@ class TreeTransfer:
     reduce: Tree
     broadcast: Tree
     segment: int
+    second_root: int = -1
 
     def __post_init__(self) -> None:
         if self.reduce.root != self.broadcast.root:
@@ -37,10 +43,22 @@ class TreeTransfer:
                 f"the reduce tree ends at rank {self.reduce.root}, but the broadcast tree starts at "
                 f"{self.broadcast.root}"
             )
+        if self.second_root >= 0 and {tree.parents[self.second_root] for tree in self.trees} != {self.root}:
+            raise ValueError(f"second root {self.second_root} is not a child of root {self.root} on both trees")
 
     @property
     def root(self) -> int:
         return self.reduce.root
+
+    @property
+    def trees(self) -> tuple[Tree, Tree]:
+        return self.reduce, self.broadcast
+
+    def partner(self, rank: int) -> int:
+        """The other root if ``rank`` is one of two; -1 otherwise."""
+        if self.second_root < 0 or rank not in (self.root, self.second_root):
+            return -1
+        return self.second_root if rank == self.root else self.root
 
 
 LEAST_BROADCAST = 8 * 1024
@@ -279,9 +297,7 @@ def used_broadcasts(transfers: Sequence[RowBroadcast], size: float) -> list[tupl
 
 def trees_of(transfer: Transfer) -> tuple[Tree, ...]:
     """The trees of a transfer; none for those of the backend and in shared memory."""
-    if isinstance(transfer, TreeTransfer):
-        return transfer.reduce, transfer.broadcast
-    return transfer.trees if isinstance(transfer, RowBroadcast) else ()
+    return transfer.trees if isinstance(transfer, TreeTransfer | RowBroadcast) else ()
 
 
 def _plain(value: Any) -> Any:

@@ -198,20 +198,21 @@ class _FrameGraph:
             key = 0.0 if stage.collective else urgency + piece / flow.pieces
             reached: dict[int, int] = {}
             if flow.up >= 0:
-                last += self._rise(pieces, flow.up, key, starts, reached)
+                last += self._rise(pieces, flow, key, starts, reached)
             if flow.down >= 0:
                 last += self._come_down(pieces, flow.down, key, starts, reached)
         return last
 
     def _rise(
-        self, pieces: _Pieces, tree: int, key: float, starts: Sequence[int], reached: dict[int, int]
+        self, pieces: _Pieces, flow: Flow, key: float, starts: Sequence[int], reached: dict[int, int]
     ) -> list[int]:
         """Add a piece's way from all ranks up to the roots, which it enters in ``reached``; returns its nodes."""
         stage, added = pieces.stage, []
-        parents, order, sizes, first = self._tree(tree)
+        parents, order, sizes, first = self._tree(flow.up)
         inbound: dict[int, list[int]] = {rank: [starts[rank]] for rank in order}
+        roots = [rank for rank in order if parents[rank] < 0 or rank == flow.second]
         for rank in reversed(order):
-            if parents[rank] < 0:
+            if rank in roots:
                 continue
             share = float(stage.growth[sizes[rank]]) if stage.growth is not None else 1.0
             frame = self._frame(pieces, first + rank, parents[rank], key, share, stage.gather + stage.seal)
@@ -219,7 +220,14 @@ class _FrameGraph:
             self._add_notice_before(frame, stage, rank, parents[rank], starts)
             inbound[parents[rank]].append(frame)
             added.append(frame)
-        for root in (rank for rank in order if parents[rank] < 0):
+        if flow.second >= 0:
+            sums = {root: list(inbound[root]) for root in roots}
+            for sender, target in (roots, reversed(roots)):
+                frame = self._frame(pieces, first + sender, target, key, 1.0, stage.gather)
+                self._edges += [(before, frame) for before in sums[sender]]
+                inbound[target].append(frame)
+                added.append(frame)
+        for root in roots:
             reached[root] = self._point()
             self._edges += [(before, reached[root]) for before in inbound[root]]
             added.append(reached[root])
@@ -238,6 +246,7 @@ class _FrameGraph:
         for rank in order:
             if parents[rank] < 0:
                 reached.setdefault(rank, starts[rank])
+            if rank in reached:  # it is a root
                 continue
             frame = self._frame(pieces, first + parents[rank], rank, key, share, stage.open)
             self._edges.append((reached[parents[rank]], frame))

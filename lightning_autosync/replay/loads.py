@@ -52,7 +52,7 @@ class Loads:
 def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Flows:
     """The flows of all stages."""
     flows = [flow for stage in stages for flow in stage.flows]
-    up, down, wire, values, pieces, copies = zip(*flows, strict=True) if flows else ((),) * 6
+    up, down, wire, values, pieces, copies, second = zip(*flows, strict=True) if flows else ((),) * 7
     costs = numpy.zeros((len(stages), 6))
     growth = numpy.ones((len(stages), ranks + 1))
     for number, stage in enumerate(stages):
@@ -68,6 +68,7 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
         numpy.array(values, dtype=float),
         numpy.array(pieces, dtype=numpy.int64),
         numpy.array(copies, dtype=numpy.int64),
+        numpy.array(second, dtype=numpy.int64),
         costs,
         growth,
         constants.host_cost,

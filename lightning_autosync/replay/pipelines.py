@@ -16,7 +16,7 @@ class Flows(NamedTuple):
 
     Attributes:
         stage: stage of each flow.
-        up, down, wire, values, pieces, copies: as in `Flow`.
+        up, down, wire, values, pieces, copies, second: as in `Flow`.
         costs: [stages, 6] seconds per byte to gather, to seal and to open, per frame at each end, and per hop; then the
             number of latencies of a hop.
         growth: [stages, ranks + 1] as in `Stage`; ones for dense stages.
@@ -30,6 +30,7 @@ class Flows(NamedTuple):
     values: Floats
     pieces: Indices
     copies: Indices
+    second: Indices
     costs: Floats
     growth: Floats
     host_cost: float
@@ -67,6 +68,7 @@ class _Hops(NamedTuple):
         kind: class of each hop.
         seconds: time of one piece.
         before, after: seconds from the start of the stage until a piece is at a rank, and from then to the stage's end.
+        between: [2] seconds before the root sends to the second root, and after it has received from there.
     """
 
     route: Integers
@@ -74,6 +76,7 @@ class _Hops(NamedTuple):
     seconds: Floats
     before: Floats
     after: Floats
+    between: Floats
 
 
 @compiled
@@ -100,7 +103,7 @@ def load(
     """
     shape = 2, paths.trees.parents.shape[1]
     route, kind = numpy.zeros(shape, dtype=numpy.int32), numpy.zeros(shape, dtype=numpy.int64)
-    hops = _Hops(route, kind, numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(shape))
+    hops = _Hops(route, kind, numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(2))
     lead, trail = numpy.full(work.shape, numpy.inf), numpy.full(work.shape, numpy.inf)
     for flow in range(len(flows.stage)):
         _classify(flows, paths, flow, classes, parted[flows.stage[flow]], hops.kind)
@@ -165,9 +168,15 @@ def _copy_routes(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops) -
 def _add_work(
     flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, work: Floats, pairs: NDArray[numpy.uint64]
 ) -> Floats:
-    """Add one direction of a flow to the loads and pairs; returns [channels] the sum of shares that cross each link."""
+    """Add one direction of a flow to the loads and pairs.
+
+    Returns:
+        [channels] the sum of shares that cross each link at the same time: without the second root's, which are earlier
+        than the others on the way down and later on the way up.
+    """
     ranks, stage, tree = paths.trees.parents.shape[1], flows.stage[flow], _tree(flows, flow, way)
     count = numpy.zeros(len(paths.capacities))
+    second = flows.second[flow]
     gather, seal, opening, frame, _, _ = flows.costs[stage]
     copies = flows.copies[flow]
     wire, values = copies * flows.wire[flow], copies * flows.values[flow]
@@ -187,10 +196,10 @@ def _add_work(
         route = hops.route[way, rank]
         for hop in range(starts[route], starts[route + 1]):
             own[channels[hop]] += share * wire
-            count[channels[hop]] += share
+            count[channels[hop]] += share * (rank != second)
         handling = share * wire * flows.host_cost + copies * flows.pieces[flow] * frame
         sending = share * values * seal if way == _UP else 0.0
-        receiving = share * values * (gather if way == _UP else opening)
+        receiving = share * values * (gather if way == _UP or rank == second else opening)
         own[paths.links + source] += handling + sending
         own[paths.links + target] += handling + receiving
         if paths.shared >= 0:
@@ -208,41 +217,53 @@ def _time_hops(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, cou
     """Fill in the seconds of one piece from each rank to its parent, or back; ``count`` is that of `_add_work`."""
     ranks, tree = paths.trees.parents.shape[1], _tree(flows, flow, way)
     gather, seal, opening, _, hop_cost, latencies = flows.costs[flows.stage[flow]]
-    coding = gather + seal if way == _UP else opening
     wire, values, pieces = flows.wire[flow], flows.values[flow], flows.pieces[flow]
     parents, sizes, growth = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[flows.stage[flow]]
     starts, channels, capacities = paths.routes.starts, paths.routes.hops, paths.capacities
     for rank in range(ranks):
         if parents[rank] < 0:
             continue
-        route = hops.route[way, rank]
+        route, is_second = hops.route[way, rank], rank == flows.second[flow]
         slowest = 0.0
         for hop in range(starts[route], starts[route + 1]):
-            slowest = max(slowest, count[channels[hop]] / capacities[channels[hop]])
+            together = 1.0 if is_second else count[channels[hop]]
+            slowest = max(slowest, together / capacities[channels[hop]])
         share = growth[sizes[rank] if way == _UP else ranks]
+        coding = gather + seal if way == _UP else gather if is_second else opening
         piece = slowest * wire + share * values * coding
         hops.seconds[way, rank] = piece / pieces + latencies * paths.routes.latencies[route] + hop_cost
 
 
 @compiled
 def _time_pipeline(flows: Flows, paths: Paths, flow: int, hops: _Hops) -> None:
-    """Fill in the seconds before and after each rank: a piece goes up to the root, then down."""
-    up, down = _tree(flows, flow, _UP), _tree(flows, flow, _DOWN)
-    rising = falling = 0.0
+    """Fill in the seconds before and after each rank: a piece goes up to the root, then down.
+
+    If there is a second root, pieces at it and at the root go on when they have come from both.
+    """
+    up, down, second = _tree(flows, flow, _UP), _tree(flows, flow, _DOWN), flows.second[flow]
+    rising = falling = rising_there = falling_there = 0.0
     if up >= 0:
-        rising = _climb(paths, up, hops.seconds[_UP], hops.kind[_UP], hops.before[_UP])
+        rising = _climb(paths, up, second, hops.seconds[_UP], hops.kind[_UP], hops.before[_UP])
     if down >= 0:
-        falling = _climb(paths, down, hops.seconds[_DOWN], hops.kind[_DOWN], hops.after[_DOWN])
-        _descend(paths, down, hops.seconds[_DOWN], rising, hops.before[_DOWN])
+        falling = _climb(paths, down, second, hops.seconds[_DOWN], hops.kind[_DOWN], hops.after[_DOWN])
+    if second >= 0:
+        hops.between[0], hops.between[1] = rising, falling
+        there, back = hops.seconds[_DOWN, second], hops.seconds[_UP, second]
+        above, below = hops.before[_UP, second], hops.after[_DOWN, second]
+        rising, rising_there = max(rising, above + back), max(above, rising + there)
+        falling, falling_there = max(falling, there + below), max(below, back + falling)
+    if down >= 0:
+        _descend(paths, down, second, hops.seconds[_DOWN], rising, rising_there, hops.before[_DOWN])
     if up >= 0:
-        _descend(paths, up, hops.seconds[_UP], falling, hops.after[_UP])
+        _descend(paths, up, second, hops.seconds[_UP], falling, falling_there, hops.after[_UP])
 
 
 @compiled
-def _climb(paths: Paths, tree: int, hop_time: Floats, kind: Indices, below: Floats) -> float:
+def _climb(paths: Paths, tree: int, second: int, hop_time: Floats, kind: Indices, below: Floats) -> float:
     """Fill in ``below``: the longest time between each rank and the leaves below it; returns the longest of a root.
 
-    Hops of faster classes do not count: they are over when the hop of the rank itself may begin.
+    Hops of faster classes do not count: they are over when the hop of the rank itself may begin. What is below a
+    ``second`` root (-1 for none) does not count for the root.
     """
     below[:] = 0
     longest = 0.0
@@ -250,7 +271,7 @@ def _climb(paths: Paths, tree: int, hop_time: Floats, kind: Indices, below: Floa
         rank = paths.trees.order[tree, place]
         parent = paths.trees.parents[tree, rank]
         if parent >= 0:
-            if kind[rank] == kind[parent]:
+            if kind[rank] == kind[parent] and rank != second:
                 below[parent] = max(below[parent], below[rank] + hop_time[rank])
         else:
             longest = max(longest, below[rank])
@@ -258,12 +279,17 @@ def _climb(paths: Paths, tree: int, hop_time: Floats, kind: Indices, below: Floa
 
 
 @compiled
-def _descend(paths: Paths, tree: int, hop_time: Floats, beyond: float, above: Floats) -> None:
-    """Fill in ``above``: the time between each rank and its root, plus ``beyond``."""
+def _descend(
+    paths: Paths, tree: int, second: int, hop_time: Floats, beyond: float, beyond_second: float, above: Floats
+) -> None:
+    """Fill in ``above``: the time between each rank and its root, plus ``beyond``, for the second root its own."""
     for place in range(len(above)):
         rank = paths.trees.order[tree, place]
         parent = paths.trees.parents[tree, rank]
-        above[rank] = beyond if parent < 0 else above[parent] + hop_time[rank]
+        if rank == second:
+            above[rank] = beyond_second
+        else:
+            above[rank] = beyond if parent < 0 else above[parent] + hop_time[rank]
 
 
 @compiled
@@ -278,10 +304,13 @@ def _lower_margins(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops,
             continue
         source, target = (rank, parent) if way == _UP else (parent, rank)
         route, kind = hops.route[way, rank], hops.kind[way, rank]
-        onwards = after[target] + latencies * paths.routes.latencies[route] + hop_cost
+        until, onwards = before[source], after[target]
+        if rank == flows.second[flow]:
+            until, onwards = (until, hops.between[1]) if way == _UP else (hops.between[0], onwards)
+        onwards += latencies * paths.routes.latencies[route] + hop_cost
         for hop in range(paths.routes.starts[route], paths.routes.starts[route + 1]):
             channel = paths.routes.hops[hop]
-            lead[kind, stage, channel] = min(lead[kind, stage, channel], before[source])
+            lead[kind, stage, channel] = min(lead[kind, stage, channel], until)
             trail[kind, stage, channel] = min(trail[kind, stage, channel], onwards)
 
 

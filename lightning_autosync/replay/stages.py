@@ -45,6 +45,7 @@ class Flow(NamedTuple):
         values: bytes of the range in the memory of a rank.
         pieces: number of pieces into which the range is cut.
         copies: number of ranges of this length on these trees.
+        second: the second root of the trees, as in `TreeTransfer`; `NOTHING` if they have one root.
     """
 
     up: int
@@ -53,6 +54,7 @@ class Flow(NamedTuple):
     values: float
     pieces: int
     copies: int = 1
+    second: int = NOTHING
 
 
 @dataclass
@@ -177,6 +179,7 @@ class StageMaker:
                 span * itemsize,
                 -(-span // transfer.segment),
                 copies,
+                transfer.second_root,
             )
             for transfer, span, tail, copies in _alike(round, round.length - message.tail)
         ]
@@ -415,14 +418,14 @@ def _alike(round: Round, counts: int) -> list[tuple[TreeTransfer, int, int, int]
 
     Trees are compared by identity, which is fast: a plan has many transfers but few tree objects.
     """
-    first: dict[tuple[int, int, int, int, int], TreeTransfer] = {}
-    numbers: dict[tuple[int, int, int, int, int], int] = {}
+    first: dict[tuple[int, ...], TreeTransfer] = {}
+    numbers: dict[tuple[int, ...], int] = {}
     for transfer in round.transfers:
         assert isinstance(transfer, TreeTransfer)
         stop = transfer.stop
         span = stop - transfer.start
         tail = 0 if stop <= counts else min(span, stop - counts)
-        key = span, tail, transfer.segment, id(transfer.reduce), id(transfer.broadcast)
+        key = span, tail, transfer.segment, id(transfer.reduce), id(transfer.broadcast), transfer.second_root
         if key in numbers:
             numbers[key] += 1
         else:

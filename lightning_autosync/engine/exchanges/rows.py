@@ -223,7 +223,7 @@ class RowTreeExchange(TreeSteps, RowExchange):
         path.total = total
         tree = path.transfer.broadcast
         for child in tree.children[self._rank]:
-            self._send(Peer(child, tree.interface), (path.number, 0, DOWN), byte_view(wire))
+            self._send(Peer(child, tree.interface), (path.number, 0, DOWN), byte_view(wire), sent=self._progress)
         self._progress()
 
 

@@ -79,20 +79,27 @@ class TreeSteps:
         if frame.step != expected:
             raise ExchangeError(f"rank {peer} is in step {frame.step} of an exchange, this rank in step {expected}")
 
-    def _send(self, peer: Peer, place: tuple[int, int, int], wire: memoryview, along: float = 0.0) -> None:
+    def _send(
+        self,
+        peer: Peer,
+        place: tuple[int, int, int],
+        wire: memoryview,
+        along: float = 0.0,
+        sent: Callable[[], None] | None = None,
+    ) -> None:
         """Queue ``wire`` for ``peer``.
 
         Args:
-            peer: a parent or child.
+            peer: a parent or child, or the other root.
             place: transfer, piece and phase.
             wire: bytes to send; they must not change until the step is complete.
             along: position of the piece in its transfer, 0 to 1; pieces with lower positions leave first.
+            sent: is called when they have left.
         """
         frame = Frame(self._channel, self._step, *place, len(wire))
         completed = frame.phase if self.sums_first else UP
         urgency = (completed, -self._priority, self._channel, along)
-        # A piece has left on the way up before its sum can come down, so only frames down need the callback.
-        self._transport.send(peer, frame, wire, urgency, self._progress if frame.phase == DOWN else None)
+        self._transport.send(peer, frame, wire, urgency, sent)
 
     def _progress(self) -> None:
         self._open -= 1
@@ -116,13 +123,45 @@ class TreeSteps:
 
 @dataclass
 class _Path:
-    """One transfer from this rank's view: its number, and its neighbours on both trees."""
+    """One transfer from this rank's view: its number, and its neighbours on both trees.
+
+    If it has two roots, and this rank is one of them, the other one is its ``partner``, and no neighbour on the trees.
+    """
 
     number: int
+    is_root: bool
     up_parent: Peer | None
     up_children: tuple[int, ...]
     down_parent: int | None
     down_children: tuple[Peer, ...]
+    partner: Peer | None
+
+
+class _Meeting:
+    """A piece at one of its two roots, which exchange what they have summed.
+
+    Attributes:
+        step: the step whose sum of the partner is accepted. The partner may be a step ahead.
+        came: whether it has arrived.
+        inbox: memory for the partner's sum.
+        outbox: copy of this rank's sum. The other root's one may be added before it has left.
+    """
+
+    __slots__ = ("_received", "_sent", "came", "inbox", "outbox", "step")
+
+    def __init__(self, coded: CodedRange) -> None:
+        self.step, self.came = 1, False
+        self._received, self._sent = coded.new_wire(), coded.new_wire()
+        self.inbox, self.outbox = byte_view(self._received), byte_view(self._sent)
+
+    def keep(self, coded: CodedRange) -> None:
+        """Copy this rank's sum, which is about to be sent."""
+        self._sent.copy_(coded.values)
+
+    def unite(self, coded: CodedRange) -> None:
+        """Add the partner's sum; then accept that of the next step. Both roots get the same bits: a + b is b + a."""
+        coded.add(self._received)
+        self.step, self.came = self.step + 1, False
 
 
 class _Piece:
@@ -133,9 +172,21 @@ class _Piece:
         missing: number of children whose contributions have not arrived.
         gathering: the step whose contributions are accepted.
         inboxes: memory for each child's contribution, by rank.
+        meeting: the exchange with the other root; None if this rank is not one of two roots.
     """
 
-    __slots__ = ("_contributions", "along", "coded", "gathering", "inboxes", "missing", "number", "path", "wire")
+    __slots__ = (
+        "_contributions",
+        "along",
+        "coded",
+        "gathering",
+        "inboxes",
+        "meeting",
+        "missing",
+        "number",
+        "path",
+        "wire",
+    )
 
     def __init__(self, path: _Path, number: int, along: float, coded: CodedRange) -> None:
         self.path, self.number, self.along, self.coded = path, number, along, coded
@@ -144,12 +195,25 @@ class _Piece:
         self.gathering = 1
         self._contributions = [coded.new_wire() for _ in path.up_children]
         self.inboxes = dict(zip(path.up_children, map(byte_view, self._contributions), strict=True))
+        self.meeting = None if path.partner is None else _Meeting(coded)
+
+    def meeting_with(self, peer: int) -> _Meeting | None:
+        """The exchange with ``peer`` if that is the other root; otherwise None."""
+        return self.meeting if self.path.partner is not None and peer == self.path.partner.rank else None
 
     def inbox(self, peer: int, phase: int) -> memoryview | None:
         """The memory for bytes from ``peer``; None if the schedule has no such transfer."""
         if phase == UP:
-            return self.inboxes.get(peer)
+            meeting = self.meeting_with(peer)
+            return self.inboxes.get(peer) if meeting is None else meeting.inbox
         return self.wire if peer == self.path.down_parent else None
+
+    def expected_step(self, peer: int, phase: int, step: int) -> int:
+        """The step of the bytes that ``peer`` may send next, while this rank is in ``step``."""
+        if phase == DOWN:
+            return step
+        meeting = self.meeting_with(peer)
+        return self.gathering if meeting is None else meeting.step
 
     def reduce(self) -> None:
         """Add the contributions in a fixed order and encode the sum; then accept contributions of the next step."""
@@ -202,8 +266,8 @@ class TreeExchange(TreeSteps, Exchange):
         # Pieces at the same position of different trees leave together, so that all trees progress at the same pace.
         pieces = [piece for own in self._pieces for piece in own]
         self._order = sorted(pieces, key=lambda piece: (piece.along, piece.path.number))
-        self._work = sum(1 + len(piece.path.down_children) for piece in pieces)
-        self._rooted = sum(piece.path.up_parent is None for piece in pieces)
+        self._work = sum(1 + len(piece.path.down_children) + (piece.meeting is not None) for piece in pieces)
+        self._rooted = sum(piece.path.is_root for piece in pieces)
         self._unsummed = 0
         self._summed = Completion(f"message '{message.name}'", timeout)
         transport.register(channel, self)
@@ -236,7 +300,7 @@ class TreeExchange(TreeSteps, Exchange):
 
     def destination(self, peer: int, frame: Frame) -> memoryview:
         piece = self._piece(peer, frame)
-        self._check_step(peer, frame, piece.gathering if frame.phase == UP else self._step)
+        self._check_step(peer, frame, piece.expected_step(peer, frame.phase, self._step))
         target = piece.inbox(peer, frame.phase)
         if target is None or len(target) != frame.size:
             raise ExchangeError(f"rank {peer} sent a piece of {frame.size} bytes that is not in the schedule")
@@ -248,6 +312,11 @@ class TreeExchange(TreeSteps, Exchange):
             with profiled(self._name, "broadcast"):
                 piece.coded.decode()
                 self._send_down(piece)
+            return
+        if meeting := piece.meeting_with(peer):
+            meeting.came = True
+            if piece.gathering > meeting.step:
+                self._unite(piece, meeting)
             return
         piece.missing -= 1
         # Children that are a step ahead send before this rank has begun the step. `_begin` then sends their sum up.
@@ -261,33 +330,52 @@ class TreeExchange(TreeSteps, Exchange):
             raise ExchangeError(f"rank {peer} sent a piece that is not in the schedule") from None
 
     def _send_up(self, piece: _Piece) -> None:
-        """Sum the contributions of this rank and its children, and send the sum to the parent."""
+        """Sum the contributions of this rank and its children, and send the sum to the parent or the other root."""
         with profiled(self._name, "reduce"):
             piece.reduce()
-        path = piece.path
-        if path.up_parent is None:
+        path, place = piece.path, (piece.path.number, piece.number, UP)
+        if piece.meeting is not None and path.partner is not None:
+            piece.meeting.keep(piece.coded)
+            self._send(path.partner, place, piece.meeting.outbox, piece.along, self._progress)
+            if piece.meeting.came:
+                self._unite(piece, piece.meeting)
+        elif path.up_parent is None:
+            self._start_down(piece)
+        else:
+            # It has left before its sum can come down, so it needs no callback.
+            self._send(path.up_parent, place, piece.wire, piece.along)
+
+    def _unite(self, piece: _Piece, meeting: _Meeting) -> None:
+        """Add the other root's sum, and send the sum over all ranks to the children."""
+        with profiled(self._name, "reduce"):
+            meeting.unite(piece.coded)
+        self._start_down(piece)
+
+    def _start_down(self, piece: _Piece) -> None:
+        """Send the sum over all ranks, which this root has made, to the children."""
+        if piece.path.is_root:
             self._unsummed -= 1
             if self._unsummed == 0:
                 self._summed.done()
-            with profiled(self._name, "broadcast"):
-                self._send_down(piece)
-        else:
-            self._send(path.up_parent, (path.number, piece.number, UP), piece.wire, piece.along)
+        with profiled(self._name, "broadcast"):
+            self._send_down(piece)
 
     def _send_down(self, piece: _Piece) -> None:
         """Send the sum over all ranks to the children."""
         path = piece.path
         for child in path.down_children:
-            self._send(child, (path.number, piece.number, DOWN), piece.wire, piece.along)
+            self._send(child, (path.number, piece.number, DOWN), piece.wire, piece.along, self._progress)
         self._progress()
 
 
 def _new_path(number: int, transfer: TreeTransfer, rank: int) -> _Path:
-    up, down = transfer.reduce, transfer.broadcast
+    up, down, partner = transfer.reduce, transfer.broadcast, transfer.partner(rank)
     return _Path(
         number=number,
-        up_parent=Peer(up.parents[rank], up.interface) if up.parents[rank] >= 0 else None,
-        up_children=up.children[rank],
-        down_parent=down.parents[rank] if down.parents[rank] >= 0 else None,
-        down_children=tuple(Peer(child, down.interface) for child in down.children[rank]),
+        is_root=rank == transfer.root,
+        up_parent=Peer(up.parents[rank], up.interface) if up.parents[rank] not in (-1, partner) else None,
+        up_children=tuple(child for child in up.children[rank] if child != partner),
+        down_parent=down.parents[rank] if down.parents[rank] not in (-1, partner) else None,
+        down_children=tuple(Peer(child, down.interface) for child in down.children[rank] if child != partner),
+        partner=Peer(partner, up.interface) if partner >= 0 else None,
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.plan.messages import even_bounds
 from lightning_autosync.plan.schedule import Transfer, TreeTransfer
+from lightning_autosync.plan.second_roots import second_root
 from lightning_autosync.plan.trees import Tree
 
 if TYPE_CHECKING:
@@ -259,7 +260,10 @@ class TreeTopology(Topology):
                 if upper > lower:
                     least = site.least_segment if max(reduce.depth, broadcast.depth) == 1 else SMALLEST_SEGMENT
                     segment = segment_elements(group, upper - lower, cut.itemsize, least)
-                    yield TreeTransfer(lower, upper, reduce, broadcast, segment)
+                    # Both roots would encode their sums, and rows do not travel in pieces.
+                    plain = group.compressor.kind == "none" and cut.width is None
+                    second = second_root(site.cluster, reduce, broadcast) if plain else -1
+                    yield TreeTransfer(lower, upper, reduce, broadcast, segment, second)
 
     def ranges(
         self, group: Group, shard: int, root: int | None, bounds: tuple[int, int], unit: int, site: Site

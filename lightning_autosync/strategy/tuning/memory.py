@@ -54,7 +54,10 @@ def buffer_bytes(schedule: Schedule, rank: int) -> int:
             total += each.length * itemsize
             for transfer in each.transfers:
                 if isinstance(transfer, TreeTransfer):
-                    total += len(transfer.reduce.children[rank]) * (transfer.stop - transfer.start) * itemsize
+                    received, partner = transfer.reduce.children[rank], transfer.partner(rank)
+                    # Each of two roots receives the other's sum, and sends a copy of its own.
+                    ranges = len(received) - (partner in received) + 2 * (partner >= 0)
+                    total += ranges * (transfer.stop - transfer.start) * itemsize
                 elif isinstance(transfer, AllToAll):
                     total += 2 * each.length * itemsize
     return total

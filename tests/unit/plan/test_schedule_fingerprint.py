@@ -18,6 +18,7 @@ from test_plans import WORKLOAD
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import digest
 from lightning_autosync.plan import Schedule, builders, compile_plan
+from lightning_autosync.plan.schedule import Transfer
 
 DENSE = WORKLOAD.model_copy(update={"variables": WORKLOAD.variables[:5]})
 
@@ -45,12 +46,24 @@ def test_no_kind_of_transfer_is_left_out(builder: str) -> None:
 
 def test_a_change_in_a_tree_is_seen() -> None:
     schedule = compile_plan(builders.packed_trees(DENSE, shared_nodes(4)), DENSE, shared_nodes(4))
-    message = schedule.messages[0]
-    first, *others = message.rounds[0].transfers
+    first = replace(schedule.messages[0].rounds[0].transfers[0], second_root=-1)
     changed = replace(first, broadcast=replace(first.broadcast, parents=_other(first.broadcast.parents)))
-    rounds = (replace(message.rounds[0], transfers=(changed, *others)), *message.rounds[1:])
-    other = replace(schedule, messages=(replace(message, rounds=rounds), *schedule.messages[1:]))
-    assert other.fingerprint != schedule.fingerprint
+    assert len({_with(schedule, transfer).fingerprint for transfer in (first, changed)}) == 2
+
+
+def test_a_second_root_is_seen() -> None:
+    schedule = compile_plan(builders.packed_trees(DENSE, shared_nodes(4)), DENSE, shared_nodes(4))
+    first = schedule.messages[0].rounds[0].transfers[0]
+    assert first.second_root >= 0
+    assert _with(schedule, replace(first, second_root=-1)).fingerprint != schedule.fingerprint
+
+
+def _with(schedule: Schedule, transfer: Transfer) -> Schedule:
+    """The schedule with another first transfer of its first message."""
+    message = schedule.messages[0]
+    first, *others = message.rounds
+    rounds = replace(first, transfers=(transfer, *first.transfers[1:])), *others
+    return replace(schedule, messages=(replace(message, rounds=rounds), *schedule.messages[1:]))
 
 
 def _other(parents: tuple[int, ...]) -> tuple[int, ...]:

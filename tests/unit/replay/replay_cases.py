@@ -20,9 +20,9 @@ def one_switch(ranks: int, **fields: Any) -> ClusterSpec:
     return ClusterSpec.uniform(nodes=ranks, bandwidth=RATE, **fields)
 
 
-def tree(parents: Sequence[int], pieces: int = 10) -> TreeTransfer:
+def tree(parents: Sequence[int], pieces: int = 10, second_root: int = -1) -> TreeTransfer:
     shape = Tree(tuple(parents))
-    return TreeTransfer(0, ELEMENTS, shape, shape, ELEMENTS // pieces)
+    return TreeTransfer(0, ELEMENTS, shape, shape, ELEMENTS // pieces, second_root)
 
 
 def all_reduce() -> AllReduce:

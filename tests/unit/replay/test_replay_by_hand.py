@@ -40,11 +40,15 @@ MIXED_PAIRS = PAIRS.with_rank_order(["node0", "node1", "node0", "node1"])
 CASES: dict[str, tuple[Any, Any, float]] = {
     "two ranks, whole": (one_switch(2), [tree([-1, 0], 1)], 2.0),
     "two ranks, ten pieces: the last one comes down alone": (one_switch(2), [tree([-1, 0])], 1.1),
+    "two ranks, whole, two roots: both ways at once": (one_switch(2), [tree([-1, 0], 1, second_root=1)], 1.0),
+    "two ranks, ten pieces, two roots": (one_switch(2), [tree([-1, 0], second_root=1)], 1.0),
     "star: three flows into one link": (one_switch(4), [tree([-1, 0, 0, 0])], 3.3),
     "star on a fat node": (ClusterSpec.star([3 * RATE, RATE, RATE, RATE]), [tree([-1, 0, 0, 0])], 1.1),
     "star on a slow node": (ClusterSpec.star([RATE / 2, RATE, RATE]), [tree([-1, 0, 0])], 4.4),
     "chain over a line: four hops, ten pieces": (ClusterSpec.from_dict(LINE), [tree([-1, 0, 1])], 1.3),
     "chain, whole: four hops": (ClusterSpec.from_dict(LINE), [tree([-1, 0, 1], 1)], 4.0),
+    "chain, whole, two roots": (ClusterSpec.from_dict(LINE), [tree([-1, 0, 1], 1, second_root=1)], 2.0),
+    "chain, two roots, ten pieces": (ClusterSpec.from_dict(LINE), [tree([-1, 0, 1], second_root=1)], 1.1),
     "tree from the middle of a line": (ClusterSpec.from_dict(LINE), [tree([1, -1, 1])], 1.1),
     "binary tree of three": (one_switch(3), [tree([-1, 0, 0], 20)], 2.1),
     "ring of four": (one_switch(4), [all_reduce()], 1.5),
@@ -61,6 +65,8 @@ CASES: dict[str, tuple[Any, Any, float]] = {
     "all to all, one owner": (one_switch(3), [owned_by([0])], 4.0),
     "all to all, one fat owner": (ClusterSpec.star([2 * RATE, RATE, RATE]), [owned_by([0])], 2.0),
     "latency of two hops of two links": (one_switch(2, latency=0.01), [tree([-1, 0], 1)], 2.04),
+    "latency of one hop of two links": (one_switch(2, latency=0.01), [tree([-1, 0], 1, second_root=1)], 1.02),
+    "four ranks on two switches, two roots, whole": (RACKS, [tree([-1, 0, 0, 2], 1, second_root=2)], 3.0),
     "two collectives at a time": (one_switch(2), [all_reduce(), all_reduce()], 2.0),
 }
 

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import Compressor, builders, compile_plan
+from lightning_autosync.plan.spec import WeightedTree
 from lightning_autosync.strategy.tuning import memory
 from lightning_autosync.workload import Variable, Workload
 
@@ -60,6 +61,17 @@ def test_buffers_include_what_other_ranks_contribute(topology: str, expected: in
     cluster = ClusterSpec.uniform(3, bandwidth="1 Gbit/s")
     schedule = compile_plan(builders.all_reduce(MODEL, cluster, topology=topology), MODEL, cluster)
     assert max(memory.buffer_bytes(schedule, rank) for rank in range(3)) == 4 * expected
+
+
+def test_two_roots_hold_the_sum_of_the_other_and_a_copy_of_their_own() -> None:
+    """Ranks stand in a line of three: the last one in it receives nothing on the way up."""
+    cluster = ClusterSpec.uniform(3, bandwidth="1 Gbit/s")
+    trees = (WeightedTree(weight=1, parents=(-1, 0, 1)),)
+    plan = builders.packed_trees(MODEL, cluster)
+    groups = tuple(group.model_copy(update={"trees": trees}) for group in plan.groups)
+    schedule = compile_plan(plan.model_copy(update={"groups": groups}), MODEL, cluster)
+    assert {each.second_root for each in schedule.messages[0].rounds[0].transfers} == {1}
+    assert [memory.buffer_bytes(schedule, rank) for rank in range(3)] == [4 * 1001 * ranges for ranges in (3, 4, 1)]
 
 
 def test_what_compression_has_lost_takes_as_much_as_gradients() -> None:
