@@ -1,8 +1,9 @@
 """Classes of nodes that a cluster cannot tell apart, and what an edge between two ranks of them loads.
 
-Two nodes are alike if each has one link, both links lead to the same place with the same rates and latency, and both
-nodes have as many devices. To exchange two alike nodes, or two devices of a node, changes neither links nor routes. So
-channels fall into sets of alike channels (*orbits*), and an edge of a tree loads them by the classes of its ends alone.
+Two nodes are alike if each has one link, both links lead to the same place with the same rates, and both nodes have as
+many devices. Latencies may differ: that of a node's only link is on all of its routes, so it decides on none. To
+exchange two alike nodes, or two devices of a node, changes neither rates nor routes. So channels fall into sets of
+alike channels (*orbits*), and an edge of a tree loads them by the classes of its ends alone.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def rank_classes(link_graph: LinkGraph) -> RankClasses | None:
         key: object = index
         if links[index, 0] != _NONE:
             out, back = (link_graph.channels[channel] for channel in links[index])
-            key = (out.target, out.bandwidth, back.bandwidth, out.latency, node.devices)
+            key = (out.target, out.bandwidth, back.bandwidth, node.devices)
         groups.setdefault(key, []).append(index)
     if len(groups) > MOST_CLASSES:
         return None

@@ -5,23 +5,32 @@ height, and the rates of the trees and of the plan in the replay, both as shares
 first prediction, which makes the replay, and of a second one by the same replay. The plan synchronizes 1 GiB in one
 message. Ends with 1 where a goal is missed: 60 seconds for bound and trees together, 98% of the bound. Where
 nodes have several interfaces, the bound is that of trees that each keep to one interface.
+
+    python -m tests.benchmarks.packing_scale noise=0.01
+
+compares racks of equal nodes as they were measured, with rates that differ by normal noise, with the description that a
+probe makes of them, in which such rates have a common value. It takes five minutes of a core.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import numpy
 from rich.console import Console
 from rich.table import Table
 
-from lightning_autosync.cluster import ClusterSpec, pack_trees, synchronization_limit
+from lightning_autosync.cluster import ClusterSpec, LinkGraph, pack_trees, synchronization_limit
+from lightning_autosync.cluster.packing import filling_rate, transfers_of
 from lightning_autosync.cluster.trees import height
+from lightning_autosync.measure.probe.common_rates import with_common_rates
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.replay import Replay
 from lightning_autosync.workload import Variable, Workload
+from tests.benchmarks.arguments import read_arguments
 
 SECONDS, SHARE = 60.0, 0.98
 GIB = 2**30
@@ -85,7 +94,69 @@ def timed(call: Callable[..., Result], *args: Any) -> tuple[float, Result]:
     return time.process_time() - begun, result
 
 
-def main() -> int:
+def with_rates(spec: ClusterSpec, rates: Iterable[tuple[float, float]]) -> ClusterSpec:
+    ways = ({"bandwidth": one, "reverse_bandwidth": other} for one, other in rates)
+    links = [{**link.model_dump(), **way} for link, way in zip(spec.links, ways, strict=True)]
+    return ClusterSpec.from_dict({**spec.to_dict(), "links": links})
+
+
+def measured(spec: ClusterSpec, noise: float) -> ClusterSpec:
+    """The cluster with rates that have a normal relative error of ``noise`` in each direction."""
+    errors = numpy.random.default_rng(0).normal(1.0, noise, (len(spec.links), 2))
+    return with_rates(spec, errors * [[link.bandwidth] * 2 for link in spec.links])
+
+
+def with_common(spec: ClusterSpec) -> ClusterSpec:
+    return with_rates(spec, with_common_rates([(link.bandwidth, link.reverse_bandwidth) for link in spec.links]))
+
+
+MEASURED: dict[str, Callable[[int], ClusterSpec]] = {
+    "4 racks, equal uplinks": lambda ranks: racks([ranks // 4] * 4, [ranks / 16 * NODE] * 4),
+    "4 racks, unequal uplinks": lambda ranks: racks([ranks // 4] * 4, [ranks / k * NODE for k in (8, 16, 32, 32)]),
+    "2 racks, slow links in one": lambda ranks: racks([ranks // 2] * 2, [ranks * NODE] * 2, rates=[NODE, NODE / 4]),
+}
+"""By name, a cluster of some number of ranks."""
+MOST_UNEQUAL = 256
+"""Largest number of ranks whose rates all differ for which trees are packed. Twice the ranks take ten times as long."""
+
+
+def compare_measured(noise: float) -> None:
+    headings = ("ranks", "rates", "bound, s", "trees, s", "trees", "rate of trees / bound", "predicted / true step")
+    table = Table("cluster", *headings, title=f"noise of {noise:.1%}")
+    for name, make in MEASURED.items():
+        for ranks in (128, 256, 1024):
+            true = make(ranks)
+            found = measured(true, noise)
+            for kind, spec in (("as measured", found), ("common", with_common(found))):
+                table.add_row(name, str(ranks), kind, *_figures(spec, true, kind == "common" or ranks <= MOST_UNEQUAL))
+    Console(width=160).print(table)
+
+
+def _figures(spec: ClusterSpec, true: ClusterSpec, packs: bool) -> Iterator[str]:
+    """Times of bound and trees by the rates of ``spec``, and what the plan is worth by the true ones."""
+    bound_time, (_, exact) = timed(bound, spec)
+    yield f"{bound_time:.2f}{'' if exact else ' (cut bound)'}"
+    if not packs:
+        return
+    trees_time, packing = timed(pack_trees, spec)
+    yield f"{trees_time:.2f}"
+    yield str(len(packing.trees))
+    plan = builders.packed_trees(WORKLOAD, spec, bucket_bytes=GIB)
+    predicted, real = (
+        Replay(WORKLOAD, each).predict(compile_plan(plan, WORKLOAD, each)).step_time for each in (spec, true)
+    )
+    graph = LinkGraph(true)
+    transfers = [transfers_of((tree.parents, tree.broadcast or tree.parents)) for tree in packing.trees]
+    loads = graph.load_rows(transfers).T @ [tree.weight for tree in packing.trees]
+    yield f"{filling_rate(loads, graph.capacities) / bound(true)[0]:.4f}"
+    yield f"{predicted / real:.4f}"
+
+
+def main(*arguments: str) -> int:
+    given, _ = read_arguments("packing_scale", arguments, {"noise": ""})
+    if given["noise"]:
+        compare_measured(float(given["noise"]))
+        return 0
     names = (
         "bound, s",
         "trees, s",
@@ -122,4 +193,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

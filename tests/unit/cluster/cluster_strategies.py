@@ -54,7 +54,10 @@ def random_clusters(draw: st.DrawFn, max_ranks: int = 6, symmetric: bool = False
 
 @st.composite
 def alike_clusters(draw: st.DrawFn, max_ranks: int = 10) -> ClusterSpec:
-    """A random tree of switches with groups of equal nodes on them, 2 ranks at least, and ranks in any order."""
+    """A random tree of switches with groups of nodes on them, 2 ranks at least, and ranks in any order.
+
+    Nodes of a group are equal except for the latencies of their links.
+    """
     rates = st.sampled_from([1e7, 2e7, 5e7, 3e8])
     switches = [f"s{index}" for index in range(draw(st.integers(1, 3)))]
     asymmetric = draw(st.booleans())
@@ -72,7 +75,7 @@ def alike_clusters(draw: st.DrawFn, max_ranks: int = 10) -> ClusterSpec:
         model = link("", draw(st.sampled_from(switches)))
         for _ in range(count):
             nodes.append({"name": f"n{len(nodes)}", "devices": devices})
-            links.append({**model, "a": nodes[-1]["name"]})
+            links.append({**model, "a": nodes[-1]["name"], "latency": draw(st.sampled_from([0, 1e-5, 1e-3]))})
         left -= devices * count
     order = [node["name"] for node in nodes for _ in range(node["devices"])]
     return ClusterSpec.from_dict(
