@@ -16,6 +16,7 @@ from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, State
 from lightning_autosync.hybrid.mesh import Links, Pace
 from lightning_autosync.hybrid.plan import groups_along
 from lightning_autosync.hybrid.rates import CollectiveRate, HybridRates
+from lightning_autosync.replay.rings import WITH_NOTICE, ring_pieces, ring_waiting
 
 BUCKET = 25 * 2**20
 """Approximate bytes of gradients per message."""
@@ -48,6 +49,7 @@ class Pricing:
         self.mesh = tuple(mesh)
         self.ranks = tuple(ranks)
         self.rates = rates
+        self._gloo = rates.backend == "gloo"
         self.crowd = rates.crowd(math.prod(mesh))
         self._links = links
         self._array = numpy.array(self.ranks, dtype=numpy.int64).reshape(self.mesh)
@@ -65,18 +67,25 @@ class Pricing:
         pace = self._links.pace(groups_along(self._array, dimensions))
         peers = math.prod(self.mesh[dimension] for dimension in dimensions) - 1
         rate: CollectiveRate = getattr(self.rates, collective)
-        pairwise_sums = self.rates.backend == "gloo"
-        wire = wire_seconds(collective, pace, pairwise_sums) * self.rates.framing * rate.wire
-        latency = pace.latency * hops(collective, peers + 1, pairwise_sums)
+        wire = wire_seconds(collective, pace, self._gloo) * self.rates.framing * rate.wire
+        latency = pace.latency * latencies(collective, peers + 1, self._gloo)
         return wire + rate.host * self.crowd, (rate.call + rate.peer * peers) * self.crowd + latency
 
     def gradients(self, dimensions: tuple[int, ...], size: float) -> float:
-        """Seconds to sum gradients of ``size`` bytes per rank over the ranks along some dimensions."""
+        """Seconds to sum gradients of ``size`` bytes per rank over the ranks along some dimensions.
+
+        Large messages of gloo hide most latencies: a piece is under way while the one before waits for its notice.
+        """
         ranks = math.prod(self.mesh[dimension] for dimension in dimensions)
         if ranks == 1 or size == 0:
             return 0.0
         byte, call = self.byte_and_call("all_reduce", dimensions)
-        return byte * sent("all_reduce", ranks) * size + call * size / BUCKET
+        seconds = byte * sent("all_reduce", ranks) * BUCKET
+        if self._gloo:
+            latency = self._links.pace(groups_along(self._array, dimensions)).latency
+            pieces = 2 * (ranks - 1) * ring_pieces(BUCKET / ranks)
+            call += ring_waiting(pieces, seconds, latency) - latency * latencies("all_reduce", ranks, gloo=True)
+        return (seconds + call) * size / BUCKET
 
     @cached_property
     def _costs(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
@@ -120,21 +129,20 @@ class CollectiveTiming:
     seconds: float
 
 
-def wire_seconds(kind: Collective, pace: Pace, pairwise_sums: bool) -> float:
-    """Seconds on the links per byte that every rank sends in a collective.
-
-    Args:
-        pairwise_sums: whether a reduce-scatter consists of transfers between all pairs of ranks.
-    """
-    pairwise = kind == "all_to_all" or (kind == "reduce_scatter" and pairwise_sums)
-    return pace.spread if pairwise else pace.ring
+def wire_seconds(kind: Collective, pace: Pace, gloo: bool) -> float:
+    """Seconds on the links per byte that every rank sends in a collective of gloo or of NCCL."""
+    return pace.spread if _is_pairwise(kind, gloo) else pace.ring
 
 
-def hops(kind: Collective, ranks: int, pairwise_sums: bool) -> int:
-    """The number of sequential hops of a collective, each of which takes the latency once."""
-    if kind == "all_to_all" or (kind == "reduce_scatter" and pairwise_sums):
-        return 1
-    return (2 if kind == "all_reduce" else 1) * (ranks - 1)
+def latencies(kind: Collective, ranks: int, gloo: bool) -> int:
+    """The number of latencies in a row of a small collective; in gloo, each hop waits for the receiver's notice."""
+    hops = 1 if _is_pairwise(kind, gloo) else (2 if kind == "all_reduce" else 1) * (ranks - 1)
+    return hops * (WITH_NOTICE if gloo else 1)
+
+
+def _is_pairwise(kind: Collective, gloo: bool) -> bool:
+    """Whether a collective consists of transfers between all pairs of ranks at once."""
+    return kind == "all_to_all" or (kind == "reduce_scatter" and gloo)
 
 
 def fit_rate(timings: Sequence[CollectiveTiming]) -> CollectiveRate:

@@ -17,7 +17,8 @@ from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkAr
 from lightning_autosync.replay.notices import NoticeQueue, notice_queues
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.paces import Paces, bursts_of
-from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Flow, Stage
+from lightning_autosync.replay.rings import GLOO_WINDOW, WITH_NOTICE
+from lightning_autosync.replay.stages import Flow, Stage
 from lightning_autosync.replay.windows import Windows, limited_round_trips
 
 _NOTICE = 128.0

@@ -13,7 +13,8 @@ from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import Flags, Floats, Forest, Indices, NetworkArrays, Routes, Trees
 from lightning_autosync.replay.pipelines import Flows, Paths, load
-from lightning_autosync.replay.stages import GLOO_WINDOW, WITH_NOTICE, Stage
+from lightning_autosync.replay.rings import WITH_NOTICE, ring_waiting
+from lightning_autosync.replay.stages import Stage
 
 _RIVALRY = 0.85
 """Share of common connections and similarity of loads above which two stages run one after the other."""
@@ -187,11 +188,9 @@ class LoadModel:
         return self._rings[way]
 
     def _ring_waiting(self, stage: Stage, ring: _Ring, hop_delay: float) -> float:
-        """Seconds in which a ring waits for its latencies, less those in which it sends its window's other pieces."""
+        """Seconds in which a ring waits for its latencies and its hosts."""
         sent = stage.ring * float((ring.arcs / self._network.capacities).max())
-        pieces = stage.ring_steps * stage.ring_pieces
-        others, latency = (GLOO_WINDOW - 1) * sent / pieces, WITH_NOTICE * ring.latency
-        waiting = max(0.0, latency - others) * pieces / GLOO_WINDOW + min(latency, others)
+        waiting = ring_waiting(stage.ring_steps * stage.ring_pieces, sent, ring.latency)
         return waiting + stage.ring_steps * hop_delay * min(stage.ring_pieces, 2)
 
     def _add_ring(self, stage: Stage, ring: _Ring, work: Floats) -> None:

@@ -24,14 +24,9 @@ from lightning_autosync.plan.schedule import (
 from lightning_autosync.plan.trees import Tree
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import NOTHING, Floats, Forest
+from lightning_autosync.replay.rings import WITH_NOTICE, ring_pieces
 from lightning_autosync.workload import Workload
 
-_GLOO_SEGMENT = 2**20
-"""Bytes of the largest piece of gloo's ring, which has at least two pieces per rank."""
-GLOO_WINDOW = 2
-"""Pieces of a gloo ring that a rank has under way: before a third one, it waits for the first."""
-WITH_NOTICE = 2
-"""Latencies of a hop in gloo: the receiver's notice that it is ready travels to the sender, and then the data back."""
 ONWARDS, BACKWARDS = 1, -1
 """Directions of a ring: each rank sends to the next rank or to the previous one."""
 
@@ -220,7 +215,7 @@ class StageMaker:
             launch=len(transfers) * constants.collective_cost,
             ring=steps * wire / ranks,
             ring_steps=steps * len(transfers),
-            ring_pieces=max(2, round_up(part / _GLOO_SEGMENT)),
+            ring_pieces=ring_pieces(part),
             gather=values / max(wire, 1.0) / constants.reduce_rate,
         )
 

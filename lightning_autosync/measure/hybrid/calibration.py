@@ -13,7 +13,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, sent
 from lightning_autosync.hybrid.mesh import Links, near_order, shapes
 from lightning_autosync.hybrid.plan import groups_along
-from lightning_autosync.hybrid.pricing import CollectiveTiming, fit_rate, hops, wire_seconds
+from lightning_autosync.hybrid.pricing import CollectiveTiming, fit_rate, latencies, wire_seconds
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.measure.hybrid import rate_calls
 from lightning_autosync.measure.session import MeasurementSession
@@ -61,8 +61,8 @@ def _timings(
         timing = CollectiveTiming(
             mesh[dimension],
             bytes_sent,
-            bytes_sent * framing * wire_seconds(kind, pace, pairwise_sums=True),
-            pace.latency * hops(kind, mesh[dimension], pairwise_sums=True),
+            bytes_sent * framing * wire_seconds(kind, pace, gloo=True),
+            pace.latency * latencies(kind, mesh[dimension], gloo=True),
             max(seconds for *_, seconds in measured),
         )
         found.append((kind, timing))

@@ -32,8 +32,11 @@ def test_a_step_of_a_ring_waits_for_the_receivers_notice(
 
 
 @DETAILS
-def test_an_all_to_all_waits_for_the_receivers_notice_each_way(detail: str) -> None:
-    assert price(delayed(4), [owned_by([0, 1, 2, 3])], detail).step_time == pytest.approx(4 * ONE_WAY, 1e-3)
+@pytest.mark.parametrize(("ranks", "measured"), [(2, 0.0411), (4, 0.0416)])
+def test_an_all_to_all_waits_for_the_receivers_notice_each_way(ranks: int, measured: float, detail: str) -> None:
+    """Contributions go to the owners, and sums return."""
+    found = price(delayed(ranks), [owned_by(range(ranks))], detail, constants=Constants()).step_time
+    assert found == pytest.approx(2 * measured, 0.05)
 
 
 @DETAILS
