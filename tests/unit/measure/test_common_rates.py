@@ -72,6 +72,11 @@ def test_rates_that_differ_by_more_than_noise_stay(links: Links) -> None:
     assert found == [pytest.approx(both, rel=0.006) for both in links]
 
 
+def test_rates_with_a_gap_between_them_stay_apart_if_noise_spans_more() -> None:
+    found = with_common_rates([(1e8, 1.01e8), (1.005e8, 0.995e8), (1.05e8, 1.06e8), (1.055e8, 1.045e8)])
+    assert found == [pytest.approx(both, rel=1e-3) for both in [(1e8, 1e8)] * 2 + [(1.05e8, 1.05e8)] * 2]
+
+
 def test_no_rate_moves_further_than_noise_spans() -> None:
     """Rates in steps of a percent: without a limit all of them would have one value."""
     links: Links = [(1.01**k, 1.01**k) for k in range(100)]
