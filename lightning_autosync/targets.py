@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_autosync.documents import did_you_mean
 from lightning_autosync.errors import DocumentError
 
 
@@ -95,7 +96,8 @@ def _why(name: str, error: BaseException) -> str:
         if isinstance(cause, ModuleNotFoundError) and f"{name}.".startswith(f"{cause.name}."):
             parent, _, last = str(cause.name).rpartition(".")
             if parent:
-                return f"module {parent} has no '{last}'"
+                near = did_you_mean(last, [each for each in dir(sys.modules.get(parent)) if not each.startswith("_")])
+                return f"module {parent} has no '{last}'{near and f'; {near}'}"
         cause = cause.__cause__
     return _line(error.__cause__ or error)
 

@@ -258,8 +258,12 @@ def _directions(direction: Any) -> list[Direction]:
     if direction is None:
         return ["minimize"]
     given: list[Any] = list(direction) if isinstance(direction, ListConfig | list) else [direction]
-    if not given or any(name not in ("minimize", "maximize") for name in given):
-        raise SweepError(f"hydra.sweeper.direction: got {direction}; allowed: minimize, maximize, or a list of these")
+    allowed = ("minimize", "maximize")
+    for name in given or [direction]:
+        if name not in allowed:
+            from lightning_autosync.documents import unknown_name  # late, since Hydra loads this in all its programs
+
+            raise SweepError(f"hydra.sweeper.direction: '{name}' is {unknown_name(name, allowed)}, or a list of these")
     return given
 
 

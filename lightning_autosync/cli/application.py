@@ -183,7 +183,8 @@ def _run(verb: str, composed: Callable[[], None]) -> None:
         if interrupts.received():
             raise
         cause = error.__cause__
-        print(error, *([cause] if isinstance(cause, OmegaConfBaseException) else []), sep="\n", file=sys.stderr)
+        causes = [cause] if isinstance(cause, OmegaConfBaseException) else []
+        print(f"autosync {verb}: {error}", *causes, sep="\n", file=sys.stderr)
         sys.exit(getattr(error, "status", 1))
     finally:
         if given is None:

@@ -12,7 +12,7 @@ import yaml
 
 from lightning_autosync.cli.arguments import SEARCH_PATH, for_compose
 from lightning_autosync.cluster import configuration_directory
-from lightning_autosync.documents import did_you_mean
+from lightning_autosync.documents import did_you_mean, unknown_name
 from lightning_autosync.errors import DocumentError
 
 WIDTH = 120
@@ -234,11 +234,8 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
         beside = set(error.options or ())
         own = [name for name in options_of(verb, group) if name in beside]
         foreign = sorted(beside - {path.stem for path in (configuration_directory() / group).glob("*.yaml")})
-        known = f"allowed: {', '.join([*own, *foreign])}"
-        if _is_workload(verb, option):
-            return f"{group}: '{option}' is not known; {known}; for a model of the catalogue, give workload={option}"
-        near = _sentence(did_you_mean(option, [*own, *foreign], most=_MOST_NEAR))
-        return f"{group}: '{option}' is not known; {near}{known}"
+        told = f"{group}: '{option}' is {unknown_name(option, [*own, *foreign], _MOST_NEAR)}"
+        return f"{told}; for a model of the catalogue, give workload={option}" if _is_workload(verb, option) else told
     if isinstance(error, OverrideParseException):
         return f"'{error.override}': not of the form key=value: {_first_line(error)}"
     if found := _WRONG_KEY.match(str(error)):

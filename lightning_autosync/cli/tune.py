@@ -25,6 +25,7 @@ from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.timelines import measure_timeline
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.measure.workers.job_pool import serve
+from lightning_autosync.plan import SyncPlan
 from lightning_autosync.report.hybrid import write_hybrid_report
 from lightning_autosync.report.page import REPORT, write_report
 from lightning_autosync.report.timeline import compare_timelines
@@ -70,6 +71,8 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if settings.parallel.kind == "hybrid":
         found = _run_hybrid(settings, directory, console)
+        for line in next_steps(directory, found.plan):
+            console.print(line)
         if found.interrupted:
             console.print(_how_to_resume(directory, "interrupted"))
             raise Interrupted
@@ -83,11 +86,31 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
     storage = outcome.storage if "://" in outcome.storage else None
     write_report(replace(ReportedRun.load(directory), storage=storage), directory / REPORT)
     print(directory / REPORT)
+    for line in next_steps(directory, outcome.plan):
+        console.print(line)
     if outcome.result.interrupted:
         raise Interrupted
     if outcome.result.failure is not None:
         raise TuningError(f"{outcome.result.failure}; the results so far are saved")
     return outcome
+
+
+def next_steps(directory: Path, plan: SyncPlan | HybridPlan | None) -> list[str]:
+    """How to train with a found plan, and how to predict a step with it, for a run directory; empty without a plan."""
+    if plan is None:
+        return []
+    files = {"plan": directory / PLAN, "cluster": directory / CLUSTER}
+    given = ", ".join(f"{key}={str(path)!r}" for key, path in files.items())
+    train = "to train this model with the plan: Trainer(strategy={}({}), ...)"
+    if isinstance(plan, HybridPlan):
+        return [train.format("AutoDDLStrategy", given)]
+    if plan.semantics != "exact":
+        given += f", semantics={plan.semantics!r}"
+    words = [f"{key}={shlex.quote(str(path))}" for key, path in {**files, "workload": directory / WORKLOAD}.items()]
+    return [
+        train.format("AutoSyncStrategy", given),
+        f"to predict a step with it and draw that: autosync predict {' '.join(words)}",
+    ]
 
 
 def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningOutcome:

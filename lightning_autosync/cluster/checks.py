@@ -11,6 +11,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from lightning_autosync.cluster.shapes import MOST_RANKS
+from lightning_autosync.documents import allowed_names
 
 if TYPE_CHECKING:
     from lightning_autosync.cluster.spec import ClusterSpec, Link, Node
@@ -35,12 +36,13 @@ def check_size(nodes: Sequence[Node]) -> None:
 
 def check_links(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
     """Raise ``ValueError`` if a link has an unknown end or occurs twice, or if only some links have a rate."""
-    known = {node.name for node in nodes} | set(switches)
+    known = [*(node.name for node in nodes), *switches]
     seen: set[frozenset[str]] = set()
     for index, link in enumerate(links):
         for field, name in (("a", link.a), ("b", link.b)):
             if name not in known:
-                raise ValueError(f"links[{index}].{field}: '{name}' is neither a node nor a switch")
+                told = allowed_names(name, known)
+                raise ValueError(f"links[{index}].{field}: '{name}' is neither a node nor a switch; {told}")
         ends = frozenset((link.a, link.b))
         if ends in seen:
             raise ValueError(
@@ -115,7 +117,7 @@ def check_rank_order(nodes: Sequence[Node], rank_order: Sequence[str] | None) ->
     devices = {node.name: node.devices for node in nodes}
     for index, name in enumerate(rank_order):
         if name not in devices:
-            raise ValueError(f"rank_order[{index}]: '{name}' is not a node; allowed: {', '.join(devices)}")
+            raise ValueError(f"rank_order[{index}]: '{name}' is not a node; {allowed_names(name, devices)}")
     occurrences = Counter(rank_order)
     for name, count in devices.items():
         if occurrences[name] != count:

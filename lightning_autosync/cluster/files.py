@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.cluster.units import warn_of_bare_numbers
-from lightning_autosync.documents import checked, did_you_mean, is_path, naming_lines, read_data
+from lightning_autosync.documents import allowed_names, checked, is_path, naming_lines, read_data
 from lightning_autosync.errors import ClusterError
 
 
@@ -48,10 +48,7 @@ def resolve_cluster(value: ClusterSpec | str | os.PathLike[str]) -> ClusterSpec:
         return spec
     name, shipped = os.fspath(value), shipped_clusters()
     if name not in shipped:
-        near = did_you_mean(name, shipped, most=3)
-        raise ClusterError(
-            f"cluster: no shipped cluster is named '{name}'; {near and f'{near} '}allowed: {', '.join(shipped)}"
-        )
+        raise ClusterError(f"cluster: no shipped cluster is named '{name}'; {allowed_names(name, shipped, 3)}")
     return ClusterSpec.load(shipped[name])
 
 

@@ -49,6 +49,7 @@ from lightning_autosync.documents.records import (
     result_figures,
 )
 from lightning_autosync.documents.text import (
+    allowed_names,
     bytes_text,
     canonical,
     counted,
@@ -83,6 +84,7 @@ __all__ = [
     "Record",
     "Result",
     "TimeOffset",
+    "allowed_names",
     "append_lines",
     "as_yaml",
     "bytes_text",

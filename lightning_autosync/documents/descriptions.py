@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
-from lightning_autosync.documents.text import MOST_SHOWN, shortened, shown
+from lightning_autosync.documents.text import MOST_SHOWN, near_names, shortened, shown, unknown_name
+
+_NAME = re.compile("'([^']*)'")
+"""A name in pydantic's list of what is expected."""
 
 
 def describe_validation_error(error: ValidationError, data: Any = None, kind: Any = None) -> str:
@@ -37,11 +40,19 @@ def describe_validation_error(error: ValidationError, data: Any = None, kind: An
             message, others = f"{message} (and '{others[0]['loc'][-1]}' is missing)", []
     elif first["type"] == "missing":
         message = "missing"
+    elif names := _names_allowed(first):
+        message = f"{shown(first['input'])} is {unknown_name(first['input'], names)}"
     elif "input" in first and not isinstance(first["input"], dict | list):
         message += f" (got {shown(first['input'])})"
     location = render_location(first["loc"], data)
     rest = f" (and {len(others)} more)" if others else ""
     return f"{shortened(location, 3 * MOST_SHOWN)}: {message}{rest}" if location else f"{message}{rest}"
+
+
+def _names_allowed(problem: Any) -> list[str]:
+    """The names of which a wrong text should have been one; empty if the problem is another one."""
+    is_name = problem["type"] == "literal_error" and isinstance(problem["input"], str)
+    return _NAME.findall(problem["ctx"]["expected"]) if is_name else []
 
 
 def _is_missing_beside(problem: Any, unknown: Any) -> bool:
@@ -53,7 +64,7 @@ def _unknown_field(location: tuple[int | str, ...], lacking: Sequence[str], kind
     """The message for an unknown field, and the field that was probably meant; empty if none is near."""
     name, allowed = str(location[-1]), fields_at(kind, location[:-1])
     for names in (lacking, allowed):  # what is missing was rather meant than what may be there already
-        if near := get_close_matches(name, names, 1):
+        if near := near_names(name, names):
             return f"unknown field; did you mean '{near[0]}'?", near[0]
     told = f"; allowed: {shortened(', '.join(allowed), 3 * MOST_SHOWN)}" if allowed else ""
     return f"unknown field{told}", ""

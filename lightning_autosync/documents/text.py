@@ -57,18 +57,29 @@ def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = "
 
     Args:
         name: the wrong name.
-        known: the right names.
+        known: the right names; upper and lower case count as equal.
         show: how a right name is shown.
         most: how many names are suggested at most, the nearest first.
     """
-    near = get_close_matches(name, list(known), most)
+    near = near_names(name, known, most)
     return f"did you mean {' or '.join(map(show, near))}?" if near else ""
 
 
-def unknown_name(name: str, known: Collection[str]) -> str:
-    """The end of an error about a wrong name among ``known``: the nearest of these, and all of them."""
-    near = did_you_mean(name, known)
-    return f"not known; {near and f'{near} '}allowed: {', '.join(known)}"
+def near_names(name: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """The names in ``known`` that a wrong name may mean, ``most`` at most, the nearest first; see `did_you_mean`."""
+    names = {each.casefold(): each for each in known}
+    return [names[each] for each in get_close_matches(name.casefold(), names, most)]
+
+
+def unknown_name(name: Any, known: Collection[str], most: int = 1) -> str:
+    """The end of an error about a wrong name: that it is not among ``known``, and `allowed_names`."""
+    return f"not known; {allowed_names(name, known, most)}"
+
+
+def allowed_names(name: Any, known: Collection[str], most: int = 1) -> str:
+    """The names that are allowed in place of a wrong one: first the nearest, ``most`` at most, and then all."""
+    near = did_you_mean(str(name), known, most=most)
+    return f"{near and f'{near} '}allowed: {', '.join(known) or 'none'}"
 
 
 def canonical(data: Any) -> str:

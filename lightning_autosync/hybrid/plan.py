@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from lightning_autosync.cluster.shapes import MOST_RANKS
-from lightning_autosync.documents import Count, Document, Index, Record, shown
+from lightning_autosync.documents import Count, Document, Index, Record, allowed_names, shown
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 
@@ -162,9 +162,9 @@ class HybridPlan(Document):
             from lightning_autosync.plan import builders
 
             if self.gradients not in builders.names():
-                known = ", ".join(builders.names())
                 raise ValueError(
-                    f"gradients: '{self.gradients}' is not a builder of synchronous plans; allowed: {known}"
+                    f"gradients: '{self.gradients}' is not a builder of synchronous plans; "
+                    f"{allowed_names(self.gradients, builders.names())}"
                 )
             return self
         if not self.gradients.has_schedule:

@@ -19,6 +19,7 @@ from typing import Literal
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_autosync.documents import allowed_names
 from lightning_autosync.hybrid.execution.layouts import State
 from lightning_autosync.hybrid.plan import Layout, Signature
 
@@ -159,7 +160,7 @@ def refusal(module: nn.Module, signature: Sequence[Signature], mesh: Sequence[in
     rules = rules_of(module)
     for name in signature:
         if name not in rules:
-            return f"{class_of(module)} has no signature '{name}'; allowed: {', '.join(rules)}"
+            return f"{class_of(module)} has no signature '{name}'; {allowed_names(name, rules)}"
     cut: dict[tuple[str, int], int] = {}
     for name, size in zip(signature, mesh, strict=True):
         for place in rules[name].axes.items():

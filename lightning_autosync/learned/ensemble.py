@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Count, Index, Record, describe_validation_error
+from lightning_autosync.documents import Count, Index, Record, describe_validation_error, unknown_name
 from lightning_autosync.errors import needed_for
 from lightning_autosync.learned.context import Context, Contexts
 from lightning_autosync.learned.dataset.sample import Sample
@@ -105,7 +105,7 @@ class LearnedEstimator:
         seed: int = 0,
     ) -> None:
         if kind not in KINDS:
-            raise SimulatorError(f"simulator: '{kind}' is not known; allowed: replay, {', '.join(KINDS)}")
+            raise SimulatorError(f"simulator: '{kind}' is {unknown_name(kind, ('replay', *KINDS))}")
         self.kind = KINDS[kind]
         self.constants = constants or Constants()
         self.members = members

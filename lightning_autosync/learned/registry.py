@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
 
 from lightning_autosync.cluster import ClusterSpec, configuration_directory
-from lightning_autosync.documents import Record, read_data
+from lightning_autosync.documents import Record, read_data, unknown_name
 from lightning_autosync.learned.ensemble import KINDS, LearnedEstimator
 from lightning_autosync.learned.networks import load_dgl
 from lightning_autosync.learned.pretrained import PRETRAINED, choose_pretrained
@@ -35,9 +35,7 @@ def load_simulator(directory: str | os.PathLike[str]) -> Simulator:
     """
     kind = read_header(directory).kind
     if kind not in SIMULATORS:
-        raise SimulatorError(
-            f"{os.path.join(directory, HEADER)}: kind: '{kind}' is not known; allowed: {', '.join(SIMULATORS)}"
-        )
+        raise SimulatorError(f"{os.path.join(directory, HEADER)}: kind: '{kind}' is {unknown_name(kind, SIMULATORS)}")
     return ReplayEstimator.load(directory) if kind == ReplayEstimator.KIND else LearnedEstimator.load(directory)
 
 
@@ -125,5 +123,5 @@ def check_kind(kind: str) -> str:
         ValueError: there is no such simulator.
     """
     if kind not in SIMULATORS:
-        raise ValueError(f"'{kind}' is not known; allowed: {', '.join(SIMULATORS)}")
+        raise ValueError(f"'{kind}' is {unknown_name(kind, SIMULATORS)}")
     return kind

@@ -27,7 +27,7 @@ from typing_extensions import Self
 
 from lightning_autosync.cluster import Bytes
 from lightning_autosync.cluster.spec import MOST_RANKS
-from lightning_autosync.documents import LONGEST, Count, Document, Index, Integer, Record, digest
+from lightning_autosync.documents import LONGEST, Count, Document, Index, Integer, Record, digest, unknown_name
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan.trees import check_parents
 
@@ -47,7 +47,7 @@ class _Registered:
 
     def check(self, name: str) -> str:
         if name not in self.names():
-            raise ValueError(f"'{name}' is not known; allowed: {', '.join(self.names()) or 'none'}")
+            raise ValueError(f"'{name}' is {unknown_name(name, self.names())}")
         return name
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import numpy
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import unknown_name
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.plan.schedule import Schedule
@@ -95,7 +96,7 @@ class Replay:
         """
         self._check(schedule)
         if detail not in get_args(Detail):
-            raise ValueError(f"detail: {detail!r} is not known; allowed: {', '.join(get_args(Detail))}")
+            raise ValueError(f"detail: {detail!r} is {unknown_name(detail, get_args(Detail))}")
         step = self._prepare(schedule)
         frames = count_frames(step.stages, self._network.ranks)
         in_frames = detail == "frames" or (detail == "auto" and frames <= FRAMES_LIMIT)

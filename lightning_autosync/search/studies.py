@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Index, Record, check_format, checked, parse_json
+from lightning_autosync.documents import Index, Record, allowed_names, check_format, checked, parse_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.measure.drift import DriftCorrection, run_with_turns
@@ -144,7 +144,7 @@ def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optu
     if name is None and len(names) != 1:
         raise StudyError(f"{shown}: it has {len(names)} studies; choose one of {', '.join(names) or 'none'}")
     if name is not None and name not in names:
-        raise StudyError(f"{shown}: it has no study '{name}'; allowed: {', '.join(names) or 'none'}")
+        raise StudyError(f"{shown}: it has no study '{name}'; {allowed_names(name, names)}")
     study = optuna.load_study(storage=opened, study_name=name or names[0])
     _sizes(study)
     return study

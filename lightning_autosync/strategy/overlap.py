@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_autosync.engine import StepOverlap, defer_steps
 from lightning_autosync.engine.due_parameter import due_of
+from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.replica_comparison import CALM
 from lightning_autosync.strategy.settings import StrategySettings
@@ -50,6 +51,18 @@ def defer_steps_of(optimizers: Iterable[Optimizer], settings: StrategySettings) 
 def can_overlap(module: nn.Module) -> bool:
     """Whether the steps of a module's parameters can overlap."""
     return not _why_not(module)
+
+
+def why_no_overlap(plan: SyncPlan, schedule: Schedule | None) -> str:
+    """Why no step overlaps under a plan; empty if some can."""
+    messages = [] if schedule is None else schedule.messages
+    if plan.waits:
+        return "the plan waits at the end of the backward pass (waits: true)"
+    if not all(each.waits_in_backward for each in messages):
+        return ""
+    if all(group.topology == "shared_memory" for group in plan.groups):
+        return "the ranks of one machine sum gradients in shared memory, and wait for each other in the backward pass"
+    return "all messages of this plan wait at the end of the backward pass"
 
 
 class WaitLog:

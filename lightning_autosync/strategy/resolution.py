@@ -102,6 +102,7 @@ def resolve(
     cluster = _cluster(settings, nodes, devices)
     alternatives: Sequence[Alternative] = ()
     if isinstance(settings.plan, SyncPlan):
+        check_ranks(settings.plan, settings.source, nodes, devices)
         plan, reason = settings.plan, reason_of_given(settings.source)
         _warn_of_unknown_racks(plan, settings, nodes, devices)
         workload = _by_rows(describe(module, also=also), large_tables(module, also) & _alone(plan))
@@ -240,10 +241,27 @@ def check_size(cluster: ClusterSpec, nodes: int, devices: int) -> None:
     """
     if cluster.world_size != nodes * devices:
         raise ClusterError(
-            f"cluster '{cluster.name}': it has {cluster.world_size} ranks, but the job has "
-            f"{nodes * devices} ({counted(nodes, 'node')} x {counted(devices, 'device')}); change num_nodes and "
-            "devices, or the cluster"
+            f"cluster '{cluster.name}': it has {counted(cluster.world_size, 'rank')}, but the job has "
+            f"{_ranks_text(nodes, devices)}; change num_nodes and devices, or the cluster"
         )
+
+
+def check_ranks(plan: SyncPlan, source: str, nodes: int, devices: int) -> None:
+    """Refuse a plan that the user gave for another number of ranks than those of the job.
+
+    Raises:
+        PlanError: it is for another number of ranks.
+    """
+    if plan.world_size != nodes * devices:
+        raise PlanError(
+            f"{source}: the plan is for {counted(plan.world_size, 'rank')}, but the job has "
+            f"{_ranks_text(nodes, devices)}; change num_nodes and devices, or give a plan for "
+            f"{counted(nodes * devices, 'rank')}, such as one of 'autosync tune'"
+        )
+
+
+def _ranks_text(nodes: int, devices: int) -> str:
+    return f"{nodes * devices} ({counted(nodes, 'node')} x {counted(devices, 'device')})"
 
 
 def _make_plan(

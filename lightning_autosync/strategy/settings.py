@@ -221,7 +221,9 @@ def _read_values(arguments: Mapping[str, Any], timeout: timedelta) -> StrategySe
 
 def _check_choice(name: str, value: Any, allowed: Sequence[str | None]) -> None:
     if value not in allowed:
-        raise DocumentError(f"{name}: {value!r} is not known; allowed: {' or '.join(map(repr, allowed))}")
+        near = did_you_mean(str(value), [each for each in allowed if each is not None])
+        names = " or ".join(map(repr, allowed))
+        raise DocumentError(f"{name}: {value!r} is not known; {near and f'{near} '}allowed: {names}")
 
 
 def _read_files(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lightning_autosync.documents import describe_validation_error, did_you_mean
+from lightning_autosync.documents import allowed_names, describe_validation_error
 from lightning_autosync.errors import WorkloadError
 from lightning_autosync.workload import models
 from lightning_autosync.workload.layers import LayerTrace
@@ -82,10 +82,7 @@ def _model(name: str) -> Callable[..., LayerTrace]:
     try:
         return _MODELS[name]
     except KeyError:
-        near = did_you_mean(name, _MODELS)
-        raise WorkloadError(
-            f"no model '{name}' in the catalogue; {near and f'{near} '}it has {', '.join(_MODELS)}"
-        ) from None
+        raise WorkloadError(f"no model '{name}' in the catalogue; {allowed_names(name, _MODELS)}") from None
 
 
 def _checked(model: str, key: str, value: Any, defaults: Mapping[str, Any]) -> Any:
@@ -95,8 +92,7 @@ def _checked(model: str, key: str, value: Any, defaults: Mapping[str, Any]) -> A
         WorkloadError: the argument is unknown, or its value is not allowed.
     """
     if key not in defaults:
-        allowed = ", ".join(("flops_per_second", *defaults))
-        raise WorkloadError(f"{model}: unknown argument '{key}'; it takes {allowed}")
+        raise WorkloadError(f"{model}: unknown argument '{key}'; {allowed_names(key, ('flops_per_second', *defaults))}")
     default = defaults[key]
     if isinstance(default, bool):
         allowed, fits = "true or false", isinstance(value, bool)

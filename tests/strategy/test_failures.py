@@ -51,7 +51,7 @@ def not_launched(monkeypatch) -> None:
     [
         ({"semantics": "loose"}, ValueError, "'exact' or 'compressed' or 'relaxed'"),
         ({"scheduling": "fifo"}, ValueError, "'batch'"),
-        ({"plan": "all_reduced"}, PlanError, "all_reduced.*builders are"),
+        ({"plan": "all_reduced"}, PlanError, r"all_reduced.*did you mean 'all_reduce'\? allowed: "),
         ({"plan": "missing.yaml"}, PlanError, r"^plan: missing\.yaml: cannot be read"),
         ({"plan": "packed_tree"}, PlanError, "did you mean 'packed_trees'"),
         ({"cluster": "missing.yaml"}, ClusterError, r"^cluster: missing\.yaml: cannot be read"),
@@ -128,6 +128,38 @@ def test_a_cluster_of_another_size_is_refused_once_before_ranks_are_started(
         start(2 if strategy is AutoSyncFabricStrategy else 3, "validate")
 
 
+@pytest.mark.parametrize("strategy", [AutoSyncStrategy, AutoSyncFabricStrategy])
+def test_a_plan_for_other_ranks_is_refused_once_before_ranks_are_started(
+    monkeypatch: pytest.MonkeyPatch, strategy: type, tmp_path: Path
+) -> None:
+    for launchers in (pytorch_launchers, fabric_launchers):
+        monkeypatch.setattr(launchers.subprocess_script._SubprocessScriptLauncher, "_call_children_scripts", launched)
+
+    def start(ranks: int) -> None:
+        given = strategy(plan=save_plan(tmp_path / "plan.yaml", ranks))
+        if strategy is AutoSyncFabricStrategy:
+            Fabric(strategy=given, accelerator="cpu", devices=2).launch(launched)
+        else:
+            Trainer(strategy=given, accelerator="cpu", devices=2, logger=False, barebones=True).fit(BoringModel())
+
+    with pytest.raises(
+        PlanError, match=r"plan\.yaml: the plan is for 3 ranks, but the job has 2 \(1 node x 2 devices\)"
+    ):
+        start(3)
+    with pytest.raises(LaunchedError):
+        start(2)
+
+
+def test_ranks_without_a_device_on_their_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a job on one host with ``num_nodes=2, devices=1``."""
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    trainer = Trainer(strategy=AutoSyncStrategy(), accelerator="cpu", devices=1, num_nodes=2, barebones=True)
+    with pytest.raises(DocumentError, match=r"^devices=1, num_nodes=2: local rank 1 has no device.*at least 2 ranks"):
+        trainer.fit(BoringModel())
+
+
 def test_semantics_above_the_allowed_fail_in_the_constructor(tmp_path) -> None:
     path = save_plan(tmp_path / "lossy.yaml", compressor="int8")
     with pytest.raises(PlanError, match=r"lossy\.yaml.*'compressed', but the strategy allows at most 'exact'"):
@@ -194,7 +226,9 @@ def test_a_plan_for_another_model(duo, tmp_path) -> None:
 
 def test_a_plan_for_another_number_of_ranks(duo, tmp_path) -> None:
     path = save_plan(tmp_path / "plan.yaml", ranks=3)
-    same_error(duo.run(jobs.error_of, model="Plain", plan=path), "PlanError", "3 ranks", "this job")
+    same_error(
+        duo.run(jobs.error_of, model="Plain", plan=path), "PlanError", "3 ranks", "the job has 2 (1 node x 2 devices)"
+    )
 
 
 def test_a_cluster_of_another_size(duo) -> None:

@@ -23,6 +23,7 @@ FILES = {
     ("name", "why"),
     [
         ("plain_targets.Nope", "module plain_targets has no 'Nope'"),
+        ("plain_targets.Their", "module plain_targets has no 'Their'; did you mean 'There'\\?"),
         ("plain_targets.nope.Nope", "module plain_targets has no 'nope'"),
         ("plain_targets.There.Nope", "type object 'There' has no attribute 'Nope'"),
         ("nested_targets.Nope", "module nested_targets has no 'Nope'"),

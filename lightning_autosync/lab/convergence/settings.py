@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.documents import Count, Index, Integer, Record
+from lightning_autosync.documents import Count, Index, Integer, Record, unknown_name
 from lightning_autosync.lab.convergence.tasks import AnyTask
 from lightning_autosync.measure.launches.settings import ClusterSettings, LaunchSettings
 from lightning_autosync.measure.models.straggler import Slowdown
@@ -126,7 +126,7 @@ class ConvergenceSettings(ClusterSettings):
         ):
             for name in chosen or ():
                 if name not in known:
-                    raise ValueError(f"only.{field}: '{name}' is not known; allowed: {', '.join(known)}")
+                    raise ValueError(f"only.{field}: '{name}' is {unknown_name(name, known)}")
         if self.reference not in self.chosen_methods:
             names = ", ".join(self.chosen_methods)
             raise ValueError(f"reference: '{self.reference}' is not among the methods to run ({names})")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from lightning_autosync.documents import Document, Index, Record, shortened, shown
+from lightning_autosync.documents import Document, Index, Record, shortened, shown, unknown_name
 from lightning_autosync.errors import DocumentError
 
 MANIFEST = "manifest.json"
@@ -182,7 +182,7 @@ def check_row(table: Any, row: Any) -> None:
     from lightning_autosync.learned.dataset.arrow import pyarrow
 
     if table not in TABLES:
-        raise ValueError(f"table: {shown(table)} is not known; allowed: {', '.join(TABLES)}")
+        raise ValueError(f"table: {shown(table)} is {unknown_name(table, TABLES)}")
     if not isinstance(row, dict):
         raise ValueError("row: not a mapping of columns")
     for field in schema(table):

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import allowed_names
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.validation import check_plan
@@ -175,12 +176,11 @@ def _plan(
     allowed = _arguments(build)
     for argument in contender.arguments:
         if allowed is not None and argument not in allowed:
-            raise DocumentError(
-                f"builder '{contender.builder}' has no argument '{argument}'; it takes {', '.join(allowed)}"
-            )
-    told = {name: value for name, value in known.items() if name in (allowed or ()) and value is not None}
+            told = allowed_names(argument, allowed)
+            raise DocumentError(f"builder '{contender.builder}' has no argument '{argument}'; {told}")
+    given = {name: value for name, value in known.items() if name in (allowed or ()) and value is not None}
     try:
-        made = build(workload, cluster, **told | contender.arguments)
+        made = build(workload, cluster, **given | contender.arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, AutoSyncError):
             raise

@@ -16,7 +16,7 @@ import numpy
 from pydantic import ValidationError, create_model
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record, describe_validation_error, did_you_mean
+from lightning_autosync.documents import Record, allowed_names, describe_validation_error
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.plugins import import_entry_points, mismatch
 from lightning_autosync.plan.spec import SyncPlan, TopologyName
@@ -99,11 +99,8 @@ def find(name: str) -> Callable[..., SyncPlan]:
     _load()
     known = _registered | _relaxed
     if name not in known:
-        near = did_you_mean(name, known)
-        raise PlanError(
-            f"plan: '{name}' is neither a file (.yaml, .yml, .json) nor a builder; {near and f'{near} '}"
-            f"the builders are {', '.join(known)}"
-        )
+        told = allowed_names(name, known)
+        raise PlanError(f"plan: '{name}' is neither a file (.yaml, .yml, .json) nor a builder; {told}")
     return known[name]
 
 
@@ -136,8 +133,8 @@ def _checked(builder: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[
     form = _form(builder)
     for name in arguments:
         if name not in form.model_fields:
-            taken = ", ".join(form.model_fields) or "none"
-            raise PlanError(f"builder '{builder.__name__}' has no argument '{name}'; it takes {taken}")
+            told = allowed_names(name, form.model_fields)
+            raise PlanError(f"builder '{builder.__name__}' has no argument '{name}'; {told}")
     record = form(**{name: _plain(value) for name, value in arguments.items()})
     return {name: getattr(record, name) for name in arguments}
 

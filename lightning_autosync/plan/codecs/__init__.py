@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+from lightning_autosync.documents import unknown_name
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.codecs.base import SETTINGS, CodecFormat
 from lightning_autosync.plan.plugins import import_entry_points, import_modules
@@ -49,7 +50,7 @@ def find(name: str) -> CodecFormat:
     """
     _load()
     if name not in _registered:
-        raise PlanError(f"compressor: '{name}' is not known; allowed: {', '.join(names())}")
+        raise PlanError(f"compressor: '{name}' is {unknown_name(name, names())}")
     return _registered[name]
 
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec, pack_trees, server_shares
-from lightning_autosync.documents import digest
+from lightning_autosync.documents import digest, unknown_name
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan.builders import build, names
 from lightning_autosync.plan.builders.grouping import fused_groups, in_ready_order, make_plan
@@ -392,5 +392,5 @@ class PlanSpace:
             if name not in genome:
                 raise PlanError(f"plan space: parameter '{name}' is missing")
             if genome[name] not in domain:
-                allowed = ", ".join(map(str, domain))
-                raise PlanError(f"plan space: {name}: {genome[name]!r} is not one of {allowed}")
+                told = unknown_name(genome[name], [*map(str, domain)])
+                raise PlanError(f"plan space: {name}: {genome[name]!r} is {told}")

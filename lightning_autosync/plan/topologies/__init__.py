@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from lightning_autosync.documents import unknown_name
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.plugins import import_entry_points, import_modules
 from lightning_autosync.plan.topologies.base import MODES, Facts, MessageCut, Method, Site, Topology, TreeTopology
@@ -49,7 +50,7 @@ def find(name: str) -> Topology:
     """
     _load()
     if name not in _registered:
-        raise PlanError(f"topology: '{name}' is not known; allowed: {', '.join(names())}")
+        raise PlanError(f"topology: '{name}' is {unknown_name(name, names())}")
     return _registered[name]
 
 
@@ -79,7 +80,7 @@ def method(name: str) -> tuple[Topology, Method]:
     """
     _load()
     if name not in _methods:
-        raise PlanError(f"method: '{name}' is not known; allowed: {', '.join(_methods)}")
+        raise PlanError(f"method: '{name}' is {unknown_name(name, _methods)}")
     return _methods[name]
 
 

@@ -27,6 +27,7 @@ from lightning_autosync.plan import Schedule, compile_plan
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.log import rank_zero_info
+from lightning_autosync.strategy.overlap import why_no_overlap
 from lightning_autosync.strategy.resolution import (
     Resolution,
     fall_back,
@@ -165,6 +166,21 @@ class JobTuning:
             f"{counted(resolution.plan.world_size, 'rank')}, {counted(len(resolution.plan.groups), 'message')}, "
             f"{bytes_text(resolution.workload.bytes)}): {resolution.reason}"
         )
+        self._tell_what_has_no_effect()
+
+    def _tell_what_has_no_effect(self) -> None:
+        """Say on rank 0 which settings change nothing under a plan beside which no other is searched."""
+        settings, found = self._settings, self.resolution
+        if found.alternatives:
+            return
+        if settings.semantics != "exact" and settings.plan is None:
+            fault = "" if self._preparation is None else self._preparation.links.fault
+            rank_zero_info(
+                f"AutoSync: semantics='{settings.semantics}' has no effect, because plans that compress gradients come "
+                f"from a search, and this job makes none: {fault or self._ended.removeprefix(f'{_NO_OTHER}: ')}"
+            )
+        if settings.overlap is not None and (reason := why_no_overlap(found.plan, found.schedule)):
+            rank_zero_info(f"AutoSync: overlap='{settings.overlap}' has no effect, because {reason}")
 
     def start(
         self, open_engine: Callable[..., Engine], reserve: Callable[..., Resources], use: Callable[[Engine], None]
@@ -350,13 +366,8 @@ class JobTuning:
             resolution=found,
             constants=self._constants,
             measured=self._measured(),
-            overlaps=None if self._settings.overlap is None else self._overlaps(found),
+            overlaps=None if self._settings.overlap is None else not why_no_overlap(found.plan, found.schedule),
         )
-
-    @staticmethod
-    def _overlaps(found: Resolution) -> bool:
-        messages = [] if found.schedule is None else found.schedule.messages
-        return not found.plan.waits and not all(each.waits_in_backward for each in messages)
 
     def _measured(self) -> MeasuredSteps | None:
         """What `step_figures` told so far, with a typical step; None if steps were not measured."""

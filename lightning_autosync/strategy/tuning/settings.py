@@ -79,5 +79,5 @@ def read_tuning(value: object) -> TuningSettings | None:
             raise DocumentError(f"tuning.{unknown[0]}: {unknown_name(str(unknown[0]), names)}")
         return TuningSettings(**value)
     if value not in ("auto", "off"):
-        raise DocumentError(f"tuning: {value!r} is not known; allowed: 'auto', 'off' or TuningSettings(...)")
+        raise DocumentError(f"tuning: {value!r} is {unknown_name(value, ('auto', 'off', 'TuningSettings(...)'))}")
     return TuningSettings() if value == "auto" else None

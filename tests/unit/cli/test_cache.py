@@ -126,7 +126,7 @@ def test_clear_removes_one_or_all_or_what_is_old(plans: TuningCache, command: Co
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"action": "lst"}, r"action: Input should be 'list', 'show' or 'clear' \(got 'lst'\)"),
+        ({"action": "lst"}, r"action: 'lst' is not known; did you mean 'list'\? allowed: list, show, clear"),
         ({"action": "list", "key": "a"}, "key: 'list' takes none"),
         ({"action": "show"}, "key: missing; give a key of `autosync cache list`, or its beginning"),
         ({"action": "show", "key": "zz"}, r"key: no plan in .*/plans has a key that begins with 'zz'"),

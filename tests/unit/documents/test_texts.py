@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import pytest
 
-from lightning_autosync.documents import bytes_text, did_you_mean, unknown_name
+from lightning_autosync import AutoSyncStrategy
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.documents import Record, bytes_text, checked, did_you_mean, unknown_name
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.learned.registry import check_kind
+from lightning_autosync.plan import Compressor, builders, codecs, topologies
+from lightning_autosync.workload import Variable, Workload, catalogue
+
+STAR = {
+    "format": "autosync-cluster/1",
+    "name": "star",
+    "nodes": [{"name": "node1"}],
+    "switches": ["switch"],
+    "links": [{"a": "node1", "b": "switch"}],
+}
+WORKLOAD = Workload(name="one", variables=(Variable(name="p", shape=(8,)),))
 
 
 @pytest.mark.parametrize(
@@ -32,8 +50,46 @@ def test_the_nearest_names_are_suggested() -> None:
     both = "did you mean two_racks_8to1=... or two_racks_2to1=...?"
     assert did_you_mean("two_racks_8", known, "{}=...".format, most=3) == both
     assert did_you_mean("mesh", known) == ""
+    assert did_you_mean("RING", ["Ring"]) == "did you mean 'Ring'?"
 
 
 def test_an_unknown_name_is_told_with_the_nearest_one_and_all_others() -> None:
     assert unknown_name("prob", ["probe", "search"]) == "not known; did you mean 'probe'? allowed: probe, search"
     assert unknown_name("x", ["probe", "search"]) == "not known; allowed: probe, search"
+    assert unknown_name(3, []) == "not known; allowed: none"
+
+
+class Choices(Record):
+    how: Literal["list", "show"] = "list"
+    count: Literal[1, 2] = 1
+
+
+def test_a_wrong_choice_among_names_is_told_as_other_names_are() -> None:
+    with pytest.raises(DocumentError, match=r"^x: how: 'lst' is not known; did you mean 'list'\? allowed: list, show$"):
+        checked(Choices, {"how": "lst"}, "x")
+    with pytest.raises(DocumentError, match=r"^x: count: Input should be 1 or 2 \(got 'list'\)$"):
+        checked(Choices, {"count": "list"}, "x")
+
+
+@pytest.mark.parametrize(
+    ("raises", "near"),
+    [
+        (lambda: topologies.find("rings"), "ring"),
+        (lambda: topologies.method("packd"), "packed"),
+        (lambda: codecs.find("fp61"), "fp16"),
+        (lambda: Compressor(kind="int88"), "int8"),
+        (lambda: builders.find("packed_tree"), "packed_trees"),
+        (lambda: builders.build("ps", WORKLOAD, ClusterSpec.uniform(2), servr=1), "server"),
+        (lambda: resolve_cluster("four_equl"), "four_equal"),
+        (lambda: catalogue.build("vgg17"), "vgg16"),
+        (lambda: catalogue.build("vgg16", batchsize=2), "batch_size"),
+        (lambda: check_kind("heterro"), "hetero"),
+        (lambda: ClusterSpec.from_dict({**STAR, "links": [{"a": "node1", "b": "swich"}]}), "switch"),
+        (lambda: ClusterSpec.from_dict({**STAR, "rank_order": ["node2"]}), "node1"),
+        (lambda: AutoSyncStrategy(semantics="compresed"), "compressed"),
+        (lambda: AutoSyncStrategy(tuning="of"), "off"),
+    ],
+)
+def test_an_error_of_a_name_suggests_the_nearest_one(raises: Callable[[], object], near: str) -> None:
+    with pytest.raises(ValueError, match=rf"did you mean '{near}'( or '\w+')*\? allowed: .*{near}"):
+        raises()

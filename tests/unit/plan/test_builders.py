@@ -155,7 +155,7 @@ def test_rerooting_keeps_the_edges() -> None:
             {"compressor": "fp16", "topology": "shared_memory"},
             "topology: 'shared_memory' does not support compression",
         ),
-        ("all_reduce", {"speed": 1}, "builder 'all_reduce' has no argument 'speed'; it takes topology, bucket_bytes,"),
+        ("all_reduce", {"speed": 1}, "builder 'all_reduce' has no argument 'speed'; allowed: topology, bucket_bytes,"),
         ("all_reduce", {"cluster": 1}, "builder 'all_reduce' has no argument 'cluster'"),
         ("random_axis_partitioned_all_reduce", {"seed": "x"}, "seed: .*valid integer"),
         ("ps", {"server": 2}, r"^server: rank 2 is out of range; the cluster has 2 ranks$"),
@@ -165,7 +165,7 @@ def test_rerooting_keeps_the_edges() -> None:
         ("partial_reduce", {"group_size": 1}, "builder 'partial_reduce': group_size: .*2"),
         ("partial_reduce", {"group_size": 3}, "^group_size: 3 is above the number of ranks, 2$"),
         ("periodic", {"period": 0}, "builder 'periodic': period: "),
-        ("asynchronous", {"staleness": 1}, "'asynchronous' has no argument 'staleness'; it takes none"),
+        ("asynchronous", {"staleness": 1}, "'asynchronous' has no argument 'staleness'; allowed: none"),
     ],
 )
 def test_arguments_that_a_builder_does_not_take(builder: str, arguments: dict[str, Any], message: str) -> None:

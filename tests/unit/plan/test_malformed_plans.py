@@ -313,7 +313,7 @@ def test_unmeasured_cluster_has_no_packing() -> None:
 
 
 def test_unknown_builder() -> None:
-    with pytest.raises(PlanError, match=r"neither a file .* nor a builder; the builders are all_reduce"):
+    with pytest.raises(PlanError, match=r"neither a file .* nor a builder; allowed: all_reduce"):
         builders.build("fastest", WORKLOAD, CLUSTER)
 
 

@@ -92,7 +92,7 @@ ONE_RANK = {
         ({"plan": "plans/missing"}, "plans/missing: cannot be read"),
         (
             {"arguments": {"sharding": 1}},
-            "builder 'byteps' has no argument 'sharding'; it takes topology",
+            "builder 'byteps' has no argument 'sharding'; allowed: topology",
         ),
         (
             {"arguments": {"topology": "mesh"}},

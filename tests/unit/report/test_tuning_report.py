@@ -390,7 +390,7 @@ def test_a_wrong_field_is_named(changed: Changed, edit: Edit, message: str) -> N
         (lambda final: final.pop("opponents"), "final: opponents: missing"),
         (
             lambda final: final["contenders"]["ddp_view"].update(kind="x"),
-            r"ddp_view\.kind: Input should be 'plan'",
+            r"ddp_view\.kind: 'x' is not known; allowed: plan",
         ),
         (
             lambda final: final["contenders"]["ddp_view"].update(round_seconds=[0.0]),

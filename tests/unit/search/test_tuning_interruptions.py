@@ -221,7 +221,12 @@ def test_after_a_ctrl_c_the_command_ends_with_130_and_says_how_to_go_on(tmp_path
     plan = SyncPlan.load(tmp_path / "plan.yaml")
     assert plan.to_dict() == found["best"]["plan"]
     compile_plan(plan, Workload.load(tmp_path / "workload.yaml"), ClusterSpec.load(tmp_path / "cluster.yaml"))
-    assert f"hydra.run.dir={tmp_path}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"hydra.run.dir={tmp_path}" in printed
+    given, told = f"plan='{tmp_path}/plan.yaml', cluster='{tmp_path}/cluster.yaml'", printed.splitlines()
+    assert f"to train this model with the plan: Trainer(strategy=AutoSyncStrategy({given}), ...)" in told
+    words = " ".join(f"{name}={tmp_path}/{name}.yaml" for name in ("plan", "cluster", "workload"))
+    assert f"to predict a step with it and draw that: autosync predict {words}" in told
     with_session(monkeypatch, world, PricedSession(world.price))
     outcome = tune(configuration(), tmp_path)
     assert sum(not record.interrupted for record in outcome.result.trials) == 16

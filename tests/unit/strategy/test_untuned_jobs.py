@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch import nn
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.strategy import agreement
+from lightning_autosync.strategy import agreement, resolution
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning import job_tuning
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
@@ -102,3 +103,35 @@ def test_a_job_that_tries_no_plans_needs_no_equal_versions_of_python(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     assert preparations(monkeypatch, python="3.9", **options)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, []),
+        ({"overlap": "step"}, ["overlap='step' has no effect, because the ranks of one machine sum"]),
+        ({"semantics": "compressed"}, ["semantics='compressed' has no effect, .* none: all ranks run on one machine$"]),
+        ({"semantics": "compressed", "plan": "all_reduce"}, []),
+        ({"overlap": "step", "plan": "all_reduce"}, []),
+    ],
+    ids=str,
+)
+def test_the_log_says_which_settings_have_no_effect_on_one_machine(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], told: list[str]
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(job_tuning, "rank_zero_info", lines.append)
+    monkeypatch.setattr(job_tuning, "memory_fault", lambda *_: "")
+    monkeypatch.setattr(job_tuning, "shared_cores", lambda: 2)
+    monkeypatch.setattr(JobTuning, "_two_level_collectives", False)
+    monkeypatch.setattr(
+        job_tuning,
+        "resolve_together",
+        lambda settings, module, nodes, devices, group, **options: resolution.resolve(
+            settings, module, nodes, devices, **options
+        ),
+    )
+    JobTuning(nn.Linear(2, 2), StrategySettings(tuning=TuningSettings(), **settings), 1, 2, None, None).resolve()
+    assert lines[0].startswith("AutoSync: plan ")
+    for line, words in zip(lines[1:], told, strict=True):
+        assert re.search(words, line)

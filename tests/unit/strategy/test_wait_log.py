@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import Group, SyncPlan, compile_plan
 from lightning_autosync.strategy import overlap
+from lightning_autosync.workload import Variable, Workload
 
 
 def test_each_reason_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +24,17 @@ def test_each_reason_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ["in", "each", "step"],
         ["for", "a", "while,"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("topology", "waits", "told"),
+    [("native", False, ""), ("shared_memory", False, "in shared memory"), ("native", True, "waits: true")],
+)
+def test_what_lets_no_step_overlap_is_told(topology: str, waits: bool, told: str) -> None:
+    cluster = ClusterSpec.uniform(nodes=1, devices=2)
+    workload = Workload(name="one", variables=(Variable(name="p", shape=(8,)),))
+    group = Group(name="g", variables=("p",), topology=topology)
+    plan = SyncPlan(world_size=2, groups=(group,), waits=waits)
+    reason = overlap.why_no_overlap(plan, compile_plan(plan, workload, cluster))
+    assert told in reason
+    assert bool(reason) == bool(told)

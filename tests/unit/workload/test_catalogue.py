@@ -141,8 +141,8 @@ def test_arguments_are_listed_with_defaults() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("vgg17", {}, r"no model 'vgg17' in the catalogue; did you mean 'vgg16'\? it has vgg16, "),
-    ("vgg16", {"depth": 3}, "vgg16: unknown argument 'depth'; it takes flops_per_second, batch_size, "),
+    ("vgg17", {}, r"no model 'vgg17' in the catalogue; did you mean 'vgg16'\? allowed: vgg16, "),
+    ("vgg16", {"depth": 3}, "vgg16: unknown argument 'depth'; allowed: flops_per_second, batch_size, "),
     ("vgg16", {"batch_size": 0}, "vgg16: batch_size must be a whole number, at least 1, got 0"),
     ("vgg16", {"batch_size": 1.5}, "batch_size must be a whole number"),
     ("vgg16", {"batch_size": True}, "batch_size must be a whole number"),
