@@ -234,8 +234,11 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
         beside = set(error.options or ())
         own = [name for name in options_of(verb, group) if name in beside]
         foreign = sorted(beside - {path.stem for path in (configuration_directory() / group).glob("*.yaml")})
-        told = f"{group}: '{option}' is {unknown_name(option, [*own, *foreign], _MOST_NEAR)}"
-        return f"{told}; for a model of the catalogue, give workload={option}" if _is_workload(verb, option) else told
+        known = [*own, *foreign]
+        if _is_workload(verb, option):
+            told = f"allowed: {', '.join(known)}; for a model of the catalogue, give workload={option}"
+            return f"{group}: '{option}' is not known; {told}"
+        return f"{group}: '{option}' is {unknown_name(option, known, _MOST_NEAR)}"
     if isinstance(error, OverrideParseException):
         return f"'{error.override}': not of the form key=value: {_first_line(error)}"
     if found := _WRONG_KEY.match(str(error)):

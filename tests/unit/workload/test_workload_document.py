@@ -159,8 +159,8 @@ MALFORMED_VARIABLES: dict[str, tuple[str, str]] = {
     "negative size": ("{name: a, shape: [3, -1]}", r"variables\[0\].shape\[1\]: .*\(got -1\)"),
     "size true": ("{name: a, shape: [true]}", r"variables\[0\].shape\[0\]: .*integer"),
     "fractional size": ("{name: a, shape: [1.5]}", r"variables\[0\].shape\[0\]: .*integer"),
-    "unknown dtype": ("{name: a, shape: [1], dtype: int8}", r"variables\[0\].dtype: .*'float32'.*'int8'"),
-    "unknown kind": ("{name: a, shape: [1], kind: odd}", r"variables\[0\].kind: .*'row_sparse'"),
+    "unknown dtype": ("{name: a, shape: [1], dtype: int8}", r"variables\[0\].dtype: 'int8' is not known; .*float32"),
+    "unknown kind": ("{name: a, shape: [1], kind: odd}", r"variables\[0\].kind: 'odd' is not known; .*row_sparse"),
     "unknown field": ("{name: a, shape: [1], size: 3}", r"variables\[0\].size: unknown field"),
     "ready too late": (
         "{name: a, shape: [1], ready: 1.2}",
