@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,12 +20,13 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.memory import StepTime
 from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.tuning.drift import WINDOW, DriftWatch, median_times
+from lightning_autosync.strategy.tuning.findings import report_of, step_times, summary
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, OverlappingTimes, OwnTimes, PassTimes
 from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.report import TrialReport
 from lightning_autosync.strategy.tuning.settings import TuningSettings
-from lightning_autosync.strategy.tuning.tuner import Candidate, Trial, Tuner
+from lightning_autosync.strategy.tuning.tuner import Candidate, Tuner
 
 _END = -1
 """Chosen in place of a plan when tuning has ended."""
@@ -134,7 +134,7 @@ class LiveTuner:
     @property
     def trials(self) -> Sequence[TrialReport]:
         """The outcomes so far."""
-        return [self._report_of(trial) for trial in self._tuner.trials]
+        return [report_of(trial, self._alternatives) for trial in self._tuner.trials]
 
     @property
     def alternatives(self) -> Sequence[Alternative]:
@@ -172,41 +172,8 @@ class LiveTuner:
 
     @property
     def evidence(self) -> tuple[StepTime, list[StepTime]]:
-        """Step times of the present plan, and of the others that were measured, with that of the beginning first.
-
-        The machine's speed changes between trials. So the times of other plans are the present one's last time, divided
-        by its speedups over them in trials.
-        """
-        last, relative, passes = {0: self._tuner.usual_seconds}, {0: 1.0}, {0: 1}
-        for trial in self._tuner.trials:
-            plans, other = (trial.against, trial.candidate), trial.candidate
-            relative[other] = relative[trial.against] * trial.seconds[1] / trial.seconds[0]
-            for index, seconds, count in zip(plans, trial.seconds, trial.passes, strict=True):
-                last[index], passes[index] = seconds, count
-        present = self._tuner.present
-        times = {
-            index: StepTime(
-                name=self._alternatives[index].name,
-                plan=self._alternatives[index].plan.fingerprint,
-                seconds=last[present] * relative[index] / relative[present],
-                steps=passes[index],
-            )
-            for index in sorted(relative)
-        }
-        return times.pop(present), list(times.values())
-
-    def _report_of(self, trial: Trial) -> TrialReport:
-        tried, other = self._alternatives[trial.candidate], self._alternatives[trial.against]
-        before, after = trial.seconds
-        return TrialReport(
-            tried.plan.fingerprint,
-            tried.name,
-            other.plan.fingerprint,
-            before / after,
-            after,
-            trial.passes,
-            trial.accepted,
-        )
+        """See `step_times`."""
+        return step_times(self._tuner, self._alternatives)
 
     def after_pass(self) -> str:
         """Call on every rank at the end of each synchronized pass; collective.
@@ -235,7 +202,9 @@ class LiveTuner:
         If trials have not ended, a line in the log tells what they have found so far.
         """
         if not self._ended and not self._tuner.finished:
-            rank_zero_info(f"AutoSync: these trials stopped before their end: {self.summary()}")
+            rank_zero_info(
+                f"AutoSync: these trials stopped before their end: {summary(self._tuner, self._alternatives)}"
+            )
         if self._prices is not None:
             self._prices.stop()
         self._times.forget()
@@ -255,7 +224,7 @@ class LiveTuner:
             self._reprice(agreed)
             reason = self._watch_in_trials(agreed)
             for trial in self._tuner.trials[known:]:
-                rank_zero_info(f"AutoSync: {self._report_of(trial)}")
+                rank_zero_info(f"AutoSync: {report_of(trial, self._alternatives)}")
             if self._chosen[-1] == _END:  # all ranks have agreed on that
                 self._finish()
                 return ""
@@ -398,33 +367,9 @@ class LiveTuner:
         if self._drift is not None:
             self._drift.begin_anew()
             self._drift.compare_with(self._tuner.earliest[self._tuner.present], "before or in its trials")
-        rank_zero_info(f"AutoSync: {self.summary()}")
-
-    def summary(self) -> str:
-        """What was tried so far, and what came of it, in one sentence."""
-        trials = self.trials
-        if not trials and not self._tuner.finished:
-            return f"no trial was completed, and {_told(self.present)} was kept"
-        if not trials:
-            return f"tuning has ended without a trial: {self._tuner.finished}"
-        steps = sum(sum(each.steps) for each in trials)
-        tried = f"tried {counted(len(trials), 'other plan')} in {counted(steps, 'step')}"
-        accepted = [trial.speedup for trial in trials if trial.accepted]
-        if not accepted:
-            return f"{tried}, and kept {_told(self.present)}; the fastest other was {_best(trials)}"
-        first = self._alternatives[0]
-        return f"{tried}; {_told(self.present)} makes steps {math.prod(accepted):.2f}x as fast as {_told(first)}"
+        rank_zero_info(f"AutoSync: {summary(self._tuner, self._alternatives)}")
 
 
 def _candidate(each: Alternative) -> Candidate:
     native = all(group.topology == "native" for group in each.plan.groups)
     return Candidate(each.name, each.predicted, each.native, native, len(each.plan.groups), each.plan.waits)
-
-
-def _told(plan: Alternative) -> str:
-    return f"{plan.name} (plan {plan.plan.fingerprint})"
-
-
-def _best(trials: Sequence[TrialReport]) -> str:
-    best = max(trials, key=lambda trial: trial.speedup)
-    return f"{best.name} (plan {best.plan}), {best.speedup:.2f}x as fast"
