@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, require_success
 from lightning_autosync.engine.compressor_state import ParameterStates
@@ -459,19 +460,24 @@ class ExactReplica(SynchronizedPasses):
         return engine
 
     def _reserve(
-        self, schedule: Schedule, connect_timeout: float, control: dist.ProcessGroup | None, rest: Callable[[], None]
+        self,
+        schedule: Schedule,
+        cluster: ClusterSpec,
+        connect_timeout: float,
+        control: dist.ProcessGroup | None,
+        rest: Callable[[], None],
     ) -> Resources:
         """Open the resources of an engine on any thread, while another engine works; collective over ``control``.
 
         Raises:
             OpeningError: (on every rank) see `Engine`; or a rank has no memory for a further plan beside the job.
         """
-        rank, cluster = dist.get_rank(control), self._tuning.resolution.cluster
+        rank = dist.get_rank(control)
         sharing = len(cluster.ranks_of(cluster.rank_nodes[rank]))
         require_success(buffer_fault(schedule, rank, sharing), control)
         options = {"connect_timeout": connect_timeout, "control": control, "rest": rest, **self._shared_options}
         with reading_forms():
-            return Resources(dict(self._planned), self._ordered(schedule), **options)
+            return Resources(dict(self._planned), self._ordered(schedule), **{**options, "cluster": cluster})
 
     @property
     def _shared_options(self) -> dict[str, Any]:

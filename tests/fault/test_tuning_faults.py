@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from soak import Fault, Seen, Soak
 from soak_calls import DELAY, EXCEPTION, KILL, STOP, TUNING, Injection
-from tuning_soak_calls import AGAIN, END, NO_CONNECTION, OPENING, OTHER_PLAN, PASS, SURVEY, tuning
+from tuning_soak_calls import AGAIN, END, EXCURSION, NO_CONNECTION, OPENING, OTHER_PLAN, PASS, SURVEY, tuning
 
 from lightning_autosync import ClusterSpec
 from lightning_autosync.measure.probe.quick import JobSurvey
@@ -35,6 +35,9 @@ FAULTS = [
     (EXCEPTION, END, 1),
     (DELAY, AGAIN, 1),
     (STOP, AGAIN, 1),
+    (KILL, EXCURSION, 1),
+    (EXCEPTION, EXCURSION, 2),
+    (STOP, EXCURSION, 1),
 ]
 
 

@@ -19,10 +19,11 @@ from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.quick import JobSurvey
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.builders.default import NATIVE
-from lightning_autosync.strategy.tuning import job_tuning, opening, proposals
+from lightning_autosync.strategy.tuning import job_tuning, opening, proposals, recovery
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
+from lightning_autosync.strategy.tuning.pass_times import PassTimes
 from lightning_autosync.strategy.tuning.predictor import PREDICTOR
 from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.tuner import Tuner
@@ -35,7 +36,8 @@ CONNECT = 3.0
 """Seconds in which ranks must connect for a plan that is tried: each of the plans may cost a job so long."""
 OTHER_PLAN, NO_CONNECTION = "other plan", "no connection"
 SURVEY, OPENING, PASS, END, AGAIN = "survey", "opening", "pass", "end of tuning", "measuring again"
-MOMENTS = {SURVEY: 2, OPENING: 2, PASS: 30, END: 1, AGAIN: 1}
+EXCURSION = "pass of the former plan"
+MOMENTS = {SURVEY: 2, OPENING: 2, PASS: 30, END: 1, AGAIN: 1, EXCURSION: 2}
 """Moments of the tuning, and how often each comes in a job, about."""
 MOMENT_OF = {OTHER_PLAN: PASS, NO_CONNECTION: OPENING}
 """The moment of faults that cannot come at any."""
@@ -77,6 +79,11 @@ class Moments:
         finally:
             self._opening = False
 
+    def end_pass(self, own: Callable[..., str], tuner: LiveTuner) -> str:
+        """In place of the method that a pass calls at its end."""
+        self.come(EXCURSION if tuner._used == tuner._former else PASS)
+        return own(tuner)
+
     def connect(self, own: Callable[..., Any], *arguments: Any) -> Any:
         """In place of the method by which a rank connects to others."""
         fault = self._injection.fault
@@ -100,7 +107,8 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
     """The context in which a job tunes itself, and this rank meets its fault if it has one.
 
     All ranks are on this machine, but count as hosts of their own. When trials have ended, all ranks measure links
-    again. With half of the seeds they then find that links have changed, and tune again.
+    again. With half of the seeds they then find that links have changed, tune again, and use the former plan for two
+    passes now and then.
 
     Links are measured, but briefly, and the rates do not count: a busy machine can make them useless, and the job would
     then try no plan. Plans are those of `PLANS`, in place of a search, which takes a core for a second. With half of
@@ -124,12 +132,14 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
 
     def record(self: DriftWatch, window: Any, passes: int | None = None) -> str:
         after_trials = passes is None
+        self.slowing = PassTimes(0.0, 0.0, 0.0), PassTimes(0.0, 0.0, 0.0)  # no pass is as fast as that again
         return "a test says so" if after_trials and next(windows) == 1 else ""
 
     with ExitStack() as patches:
         replaced: list[tuple[Any, str, Any]] = [
             (MeshMeter, "_run_all", _after(lambda: moments.come(SURVEY), MeshMeter._run_all)),
-            (LiveTuner, "after_pass", _after(lambda: moments.come(PASS), LiveTuner.after_pass)),
+            (LiveTuner, "after_pass", _through(moments.end_pass, LiveTuner.after_pass)),
+            (recovery, "LEAST", 4),
             (LiveTuner, "_finish", _after(lambda: moments.come(END), LiveTuner._finish)),
             (job_tuning, "find_links", _after(lambda: moments.come(AGAIN), job_tuning.find_links)),
             (BackgroundOpening, "_run", _through(moments.open, BackgroundOpening._run)),

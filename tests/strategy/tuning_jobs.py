@@ -797,9 +797,9 @@ def slowed_in_trials() -> dict[str, Any]:
         next(passes)
         return after_pass(self)
 
-    def noted(self: JobTuning, reason: str) -> bool:
+    def noted(self: JobTuning, reason: str, *slowing: Any) -> bool:
         seen.append((next(passes), self.trying, reason))
-        return measure(self, reason)
+        return measure(self, reason, *slowing)
 
     slow = JobLinks(SLOW, Constants(), origin="measured")
     with (

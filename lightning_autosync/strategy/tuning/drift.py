@@ -22,6 +22,8 @@ _EVIDENCE = 1.0
 the speed of busy machines also drifts, and a measurement of the links pauses training for seconds."""
 _SPOT = 10 * WINDOW
 """Passes until links are measured again after a change. The number doubles each time."""
+_RARER = 8
+"""Factor of that number where excursions show that links have recovered: a measurement sees what these do not."""
 
 
 class DriftWatch:
@@ -35,9 +37,13 @@ class DriftWatch:
             changes, the more rarely, and the more passes have to show another change.
         remembered: seconds of a pass in the earlier job whose plan is used; None without one. If passes take much
             longer now, its rates do not hold.
+        excursions: whether `Excursions` show that links have recovered. Links are then measured far more rarely.
+
+    Attributes:
+        slowing: times of a pass before and after it became slower, if this is the reason that `record` gave last.
     """
 
-    def __init__(self, changes: int = 0, remembered: float | None = None) -> None:
+    def __init__(self, changes: int = 0, remembered: float | None = None, excursions: bool = False) -> None:
         self._earlier: list[tuple[float, str]] = []
         if remembered is not None:
             self.compare_with(remembered, "in the job whose plan is used")
@@ -46,7 +52,8 @@ class DriftWatch:
         self._confirmed = _CONFIRMED << max(0, changes - 1)
         self._strikes: list[float] = []
         self._passes = 0
-        self._spot = _SPOT << (changes - 1) if changes else 0
+        self._spot = (_SPOT << (changes - 1)) * (_RARER if excursions else 1) if changes else 0
+        self.slowing: tuple[PassTimes, PassTimes] | None = None
 
     def compare_with(self, seconds: float, when: str) -> None:
         """Let links be measured if the first two windows that follow take much longer than so many seconds.
@@ -56,6 +63,10 @@ class DriftWatch:
             when: when that was, for messages.
         """
         self._earlier.append((seconds, when))
+
+    def expect_no_excursions(self) -> None:
+        """Let links be measured as often as without excursions, because there are none."""
+        self._spot //= _RARER
 
     def begin_anew(self) -> None:
         """Compare the windows that follow with the next two, because another plan is in use or is timed otherwise."""
@@ -69,6 +80,7 @@ class DriftWatch:
             passes: number of passes since the last window, of any plan.
         """
         self._passes += passes
+        self.slowing = None
         if (reason := self._compare(window)) or not 0 < self._spot <= self._passes:
             return reason
         self._passes, self._spot = 0, 2 * self._spot
@@ -79,24 +91,27 @@ class DriftWatch:
             self._first.append(window)
             if len(self._first) == _CONFIRMED:
                 self._usual = median_times(self._first)
-                return self._compare_with_earlier(self._usual.period)
+                return self._compare_with_earlier(self._usual)
             return ""
         change = window.period - self._usual.period - (window.compute - self._usual.compute)
         relative = change / self._usual.period
         counts = abs(relative) > CHANGED and abs(change) > LEAST_CHANGE
         self._strikes = [*self._strikes, relative] if counts else []
         if len(self._strikes) >= self._confirmed and abs(sum(self._strikes)) >= _EVIDENCE:
+            if relative > 0:
+                self.slowing = self._usual, window
             # If the links have changed, a new watch begins. Otherwise this is the new usual time.
             self.begin_anew()
             self._confirmed *= 2
             return f"steps wait {abs(relative):.0%} {'longer' if relative > 0 else 'less'} than before"
         return ""
 
-    def _compare_with_earlier(self, period: float) -> str:
+    def _compare_with_earlier(self, now: PassTimes) -> str:
         earlier, self._earlier = self._earlier, []
         for seconds, when in earlier:
-            if period - seconds >= max(UNLIKE * seconds, LEAST_CHANGE):
-                return f"a step takes {period:.3g} s, and {seconds:.3g} s {when}"
+            if now.period - seconds >= max(UNLIKE * seconds, LEAST_CHANGE):
+                self.slowing = PassTimes(seconds, 0.0, now.compute), now  # computation of then is not known
+                return f"a step takes {now.period:.3g} s, and {seconds:.3g} s {when}"
         return ""
 
 

@@ -40,10 +40,11 @@ from lightning_autosync.strategy.tuning.accelerators import choose_measured
 from lightning_autosync.strategy.tuning.drift import DriftWatch
 from lightning_autosync.strategy.tuning.live import LiveTuner
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
-from lightning_autosync.strategy.tuning.pass_times import NOTES
+from lightning_autosync.strategy.tuning.pass_times import NOTES, PassTimes
 from lightning_autosync.strategy.tuning.preparation import Preparation, forget, prepare, remember
 from lightning_autosync.strategy.tuning.prices import PlanPrices
 from lightning_autosync.strategy.tuning.proposals import JobLinks, compare_links, find_links
+from lightning_autosync.strategy.tuning.recovery import FormerPlan
 from lightning_autosync.strategy.tuning.report import MeasuredSteps, TrialReport, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter
 from lightning_autosync.workload import variable_names
@@ -93,6 +94,7 @@ class JobTuning:
         self._tuner: LiveTuner | None = None
         self._changes = self._plan_changes = 0
         self._fell_back = False
+        self._former: FormerPlan | None = None
         self._control: dist.ProcessGroup | None = None
         self._meter: StepMeter | None = None
         self._recorder: Recorder | None = None
@@ -125,8 +127,8 @@ class JobTuning:
 
     @property
     def trying(self) -> bool:
-        """Whether other plans are tried, or may yet be."""
-        return self._tuner is not None and not self._tuner.ended
+        """Whether other plans are tried, or may yet be, or an earlier one shows whether links have recovered."""
+        return self._tuner is not None and not self._tuner.settled
 
     @property
     def waits_at_end(self) -> bool:
@@ -190,9 +192,9 @@ class JobTuning:
         Args:
             open_engine: opens an engine for a schedule; collective. Its second argument, which may be left out,
                 limits the seconds in which ranks connect. With its third one, resources, only an engine is made.
-            reserve: opens the resources of an engine, on another thread, for a schedule, with the seconds in which
-                ranks connect, with a process group that nothing else uses, and with what is called between pieces of
-                the work; collective.
+            reserve: opens the resources of an engine, on another thread, for a schedule and the links for which it is
+                paced, with the seconds in which ranks connect, with a process group that nothing else uses, and with
+                what is called between pieces of the work; collective.
             use: lets an engine synchronize the following passes.
 
         Returns:
@@ -237,26 +239,44 @@ class JobTuning:
         # Likewise: so many new objects let Python soon collect its garbage, which would take a step up to 0.5 s.
         gc.collect()
 
+        schedules = zip(found.alternatives, self._schedules, strict=True)
+        plans = [replace(found, plan=each.plan, schedule=schedule) for each, schedule in schedules]
+        if (former := self._telling_plan()) is not None:
+            plans.append(former.resolution)
+
         def use_plan(index: int, other: Engine) -> None:
-            self._resolution = replace(self.resolution, plan=found.alternatives[index].plan, schedule=other.schedule)
+            self._resolution = replace(self.resolution, plan=plans[index].plan, schedule=other.schedule)
             use(other)
 
         self._tuner = LiveTuner(
             found.alternatives,
             engine,
             BackgroundOpening(
-                lambda index, rest: reserve(self._schedules[index], TRIAL_CONNECT_TIMEOUT, self._control, rest)
+                lambda index, rest: reserve(
+                    plans[index].schedule, plans[index].cluster, TRIAL_CONNECT_TIMEOUT, self._control, rest
+                )
             ),
-            lambda index, resources: open_engine(self._schedules[index], resources=resources),
+            lambda index, resources: open_engine(plans[index].schedule, resources=resources),
             use_plan,
             self._settings.tuning,
             separate_group(self._settings.timeout) if overlaps else self._group,
             # Seconds of a step under another plan say nothing about this one.
-            DriftWatch(self._changes, None if self._fell_back else self._preparation.expected),
+            DriftWatch(self._changes, None if self._fell_back else self._preparation.expected, former is not None),
             self._prices(),
             overlaps,
             watches=self._meter is not None,
+            former=former,
         )
+
+    def _telling_plan(self) -> FormerPlan | None:
+        """The plan from which links became slower, if its passes tell more about them than those of the present one."""
+        former, found = self._former, self.resolution
+        if former is None or former.resolution.workload.fingerprint != found.workload.fingerprint:
+            return None
+        # Collectives of the backend have no pace, so they become faster as the links do.
+        messages = () if found.schedule is None else found.schedule.messages
+        paced = any(message.on_trees for message in messages)
+        return former if paced or former.resolution.plan != found.plan else None
 
     def _prices(self) -> PlanPrices | None:
         """Predictions to be made during training; None where an earlier job has measured the plan."""
@@ -332,7 +352,7 @@ class JobTuning:
         if self._meter is not None and schedule is not None:
             self._meter.add(tuner.trace, schedule)
         if reason:
-            return self._measure_again(reason)
+            return self._measure_again(reason, tuner.slowing)
         if tuner.ended and not ended:
             self._remember(tuner)
         return False
@@ -347,11 +367,7 @@ class JobTuning:
 
     def report(self) -> TuningReport:
         """What was chosen and tried so far, and why."""
-        tuner, found = self._tuner, self.resolution
-        if tuner is not None:  # a candidate may be in use for a moment
-            schedules = zip(tuner.alternatives, self._schedules, strict=True)
-            schedule = next(schedule for each, schedule in schedules if each is tuner.present)
-            found = replace(found, plan=tuner.present.plan, schedule=schedule, alternatives=tuner.alternatives)
+        tuner, found = self._tuner, self._present
         plan, reason, trials = found.plan.fingerprint, found.reason, self._all_trials()
         if any(each.plan == plan and each.accepted for each in trials):
             reason = f"the fastest in trials; the job began with {reason}"
@@ -368,6 +384,16 @@ class JobTuning:
             measured=self._measured(),
             overlaps=None if self._settings.overlap is None else not why_no_overlap(found.plan, found.schedule),
         )
+
+    @property
+    def _present(self) -> Resolution:
+        """What the job uses, but for a candidate that may be in use for a moment."""
+        tuner, found = self._tuner, self.resolution
+        if tuner is None:
+            return found
+        schedules = zip(tuner.alternatives, self._schedules, strict=True)
+        schedule = next(schedule for each, schedule in schedules if each is tuner.present)
+        return replace(found, plan=tuner.present.plan, schedule=schedule, alternatives=tuner.alternatives)
 
     def _measured(self) -> MeasuredSteps | None:
         """What `step_figures` told so far, with a typical step; None if steps were not measured."""
@@ -466,8 +492,12 @@ class JobTuning:
             return "links are neither described (cluster) nor measured (probe=0)"
         return ""
 
-    def _measure_again(self, reason: str) -> bool:
-        """Measure the links again; returns whether they have changed. Collective."""
+    def _measure_again(self, reason: str, slowing: tuple[PassTimes, PassTimes] | None = None) -> bool:
+        """Measure the links again; returns whether they have changed. Collective.
+
+        Args:
+            slowing: times of a pass before and after it became slower, if that is the reason.
+        """
         tuning = self._settings.tuning
         assert tuning is not None
         assert self.links is not None
@@ -482,4 +512,5 @@ class JobTuning:
         if changed is not None:
             self.links = replace(found, cluster=ClusterSpec.from_dict(changed, source="the links of rank 0"))
             self._changes += 1
+            self._former = None if slowing is None else FormerPlan(self._present, *slowing)
         return changed is not None

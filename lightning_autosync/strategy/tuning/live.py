@@ -24,6 +24,7 @@ from lightning_autosync.strategy.tuning.findings import report_of, step_times, s
 from lightning_autosync.strategy.tuning.opening import BackgroundOpening
 from lightning_autosync.strategy.tuning.pass_times import AgreedTimes, OverlappingTimes, OwnTimes, PassTimes
 from lightning_autosync.strategy.tuning.prices import PlanPrices
+from lightning_autosync.strategy.tuning.recovery import Excursions, FormerPlan
 from lightning_autosync.strategy.tuning.report import TrialReport
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.strategy.tuning.tuner import Candidate, Tuner
@@ -78,6 +79,8 @@ class LiveTuner:
         overlaps: whether passes may overlap with the next forward pass. ``group`` must then be one that nothing else
             uses at that time, because passes end at different places of the programs of ranks.
         watches: whether `trace` tells when this rank had the sums of messages.
+        former: the plan from which links became slower; it synchronizes passes now and then, to show whether they have
+            recovered. ``opening``, ``make`` and ``use`` know it as the plan behind all ``alternatives``.
 
     Attributes:
         passes: number of synchronized passes so far.
@@ -99,6 +102,7 @@ class LiveTuner:
         prices: PlanPrices | None = None,
         overlaps: bool = False,
         watches: bool = False,
+        former: FormerPlan | None = None,
     ) -> None:
         self._watches = watches
         self._alternatives = list(alternatives)
@@ -121,8 +125,11 @@ class LiveTuner:
         self._drift = drift if settings.probe else None
         self._window: list[PassTimes] = []
         self._since = 0
+        self._excursions, self._former = Excursions(former, settings.warm_up), len(alternatives)
         # Plans are chosen two passes ahead, so that ranks can agree on a choice before its pass begins.
         self._chosen = deque(self._tuner.following() for _ in range(2))
+        # For each pass whose times are awaited, whether it is one of the former plan; None outside excursions.
+        self._awaited: deque[bool | None] = deque([None] * (self._late + 2))
         if others := min(len(alternatives) - 1, settings.plans):
             rank_zero_info(
                 f"AutoSync: after {counted(settings.warm_up, 'step')}, up to "
@@ -150,6 +157,16 @@ class LiveTuner:
     def ended(self) -> bool:
         """Whether all trials have ended."""
         return self._ended
+
+    @property
+    def slowing(self) -> tuple[PassTimes, PassTimes] | None:
+        """Times of a pass before and after it became slower, if `after_pass` has just given this as a reason."""
+        return None if self._drift is None else self._drift.slowing
+
+    @property
+    def settled(self) -> bool:
+        """Whether the present plan synchronizes each pass: trials have ended, and no excursion is under way."""
+        return self._ended and not self._chosen
 
     @property
     def waits_at_end(self) -> bool:
@@ -187,7 +204,7 @@ class LiveTuner:
         self.passes += 1
         self.trace = self._recorder.end()
         own = self._own.of(self.trace)
-        reason = self._watch(own) if self._ended else self._try(own)
+        reason = self._watch(own) if self.settled and not self._begins_excursion() else self._try(own)
         self._recorder.begin()
         return reason
 
@@ -222,16 +239,42 @@ class LiveTuner:
         if self._times.under_way:
             known, agreed = len(self._tuner.trials), self._times.take()
             self._reprice(agreed)
-            reason = self._watch_in_trials(agreed)
+            former = self._awaited.popleft()
+            reason = self._watch_in_trials(agreed) if former is None else self._look(former, agreed)
             for trial in self._tuner.trials[known:]:
                 rank_zero_info(f"AutoSync: {report_of(trial, self._alternatives)}")
             if self._chosen[-1] == _END:  # all ranks have agreed on that
                 self._finish()
                 return ""
         self._open_next()
-        self._chosen.append(_END if self._tuner.finished else self._tuner.following())
+        self._chosen.append(self._choose())
         self._follow()
         self._share(own, self._chosen[-1], self._tuner.present, self._opening.is_under_way(), self._knows_prices())
+        return reason
+
+    def _choose(self) -> int:
+        """Choose the plan of the pass after the next one. A trial waits while an excursion is under way."""
+        if self._excursions.under_way:
+            former = self._excursions.following()
+            self._awaited.append(former)
+            return self._former if former else self._tuner.present
+        self._awaited.append(None)
+        return _END if self._tuner.finished else self._tuner.following()
+
+    def _begins_excursion(self) -> bool:
+        """Whether an excursion begins after the trials, so that ranks agree on times and plans in each pass again."""
+        if not self._excursions.is_due(self.passes) or self._times.under_way:
+            return False
+        self._forget_window()
+        self._chosen.append(self._tuner.present)
+        self._awaited.extend([False] * (self._late + 2))
+        return True
+
+    def _look(self, former: bool, agreed: PassTimes) -> str:
+        """Record the times of a pass in an excursion; returns why links should be measured again, empty if not."""
+        reason = self._excursions.record(former, agreed)
+        if not self._excursions.under_way and self._former in self._engines:
+            self._opening.discard([self._engines.pop(self._former)])
         return reason
 
     def _watch_in_trials(self, agreed: PassTimes) -> str:
@@ -316,32 +359,44 @@ class LiveTuner:
         self._switch(self._chosen.popleft())
 
     def _open_next(self) -> None:
-        """Begin to open the plan that is to be tried, or let it be tried if all ranks have it open."""
-        plan = self._tuner.opening
-        if plan is None:
-            return
-        if self._opening.plan is None:
-            # The last candidate may still synchronize the next pass. It is closed before another one takes memory.
-            if {self._used, *self._chosen} == {self._tuner.present}:
-                self._close_others()
-                self._opening.start(plan)
-        elif not self._times.opening:  # at the end of the last pass, on any rank
-            self._take(plan)
+        """Begin to open the plan that is to synchronize passes, or let it do so if all ranks have it open."""
+        if (plan := self._opening.plan) is not None:
+            if not self._times.opening:  # at the end of the last pass, on any rank
+                self._take(plan)
+        elif self._excursions.is_due(self.passes):
+            self._excursions.begin(self.passes)
+            self._opening.start(self._former)
+        # The last candidate may still synchronize the next pass. It is closed before another one takes memory.
+        elif (plan := self._tuner.opening) is not None and {self._used, *self._chosen} == {self._tuner.present}:
+            self._close_others()
+            self._opening.start(plan)
 
     def _take(self, plan: int) -> None:
-        """Let a plan be tried that was opened."""
+        """Let a plan synchronize passes that was opened."""
         try:
             resources = self._opening.take()
         except OpeningError as error:  # on every rank, so all go on alike
-            self._tuner.give_up()
-            rank_zero_info(
-                f"AutoSync: plan {self._alternatives[plan].plan.fingerprint} ({self._alternatives[plan].name}) is not "
-                f"tried, because ranks cannot open it: {error}. Training continues with {self.present.name}."
-            )
+            self._give_up(plan, error)
         else:
             engine = self._engines[plan] = self._make(plan, resources)
             engine.enabled = False  # its first pass is a later one
-            self._tuner.opened()
+            (self._excursions if plan == self._former else self._tuner).opened()
+
+    def _give_up(self, plan: int, error: OpeningError) -> None:
+        if plan == self._former:
+            self._excursions.give_up()
+            if self._drift is not None:
+                self._drift.expect_no_excursions()
+            rank_zero_info(
+                "AutoSync: the plan that was used before links became slower cannot show whether they have recovered, "
+                f"because ranks cannot open it: {error}. Links are measured again from time to time."
+            )
+            return
+        self._tuner.give_up()
+        rank_zero_info(
+            f"AutoSync: plan {self._alternatives[plan].plan.fingerprint} ({self._alternatives[plan].name}) is not "
+            f"tried, because ranks cannot open it: {error}. Training continues with {self.present.name}."
+        )
 
     def _switch(self, plan: int) -> None:
         engine = self._engines[plan]
@@ -358,12 +413,16 @@ class LiveTuner:
         self._opening.discard([self._engines.pop(index) for index in others])
 
     def _finish(self) -> None:
-        self._ended = True
+        """Use the present plan alone from now on: the trials have ended, or an excursion after them."""
         self._chosen.clear()
+        self._awaited.clear()
         self._times.forget()
         self._switch(self._tuner.present)
         self._close_others()
         self._forget_window()
+        if self._ended:
+            return
+        self._ended = True
         if self._drift is not None:
             self._drift.begin_anew()
             self._drift.compare_with(self._tuner.earliest[self._tuner.present], "before or in its trials")

@@ -20,6 +20,7 @@ from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.plan.builders.default import NATIVE
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import Evidence, StepTime, TuningCache
+from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning import job_tuning, preparation, proposals
 from lightning_autosync.strategy.tuning.job_tuning import TRIAL_CONNECT_TIMEOUT, JobTuning
@@ -82,7 +83,8 @@ def test_the_engine_that_failed_is_gone_before_the_next_one_is_opened(
 
 def test_an_error_before_the_first_step_leaves_no_engine_open(monkeypatch: pytest.MonkeyPatch) -> None:
     tuning = JobTuning(nn.Linear(1, 1), StrategySettings(tuning=TuningSettings()), 1, 2, None, None)
-    tuning._resolution, tuning._preparation = mock.Mock(alternatives=[mock.Mock()]), mock.Mock()
+    tuning._resolution = Resolution(*[mock.Mock()] * 4, reason="", alternatives=[mock.Mock()])
+    tuning._preparation = mock.Mock()
     engine = mock.Mock()
     monkeypatch.setattr(job_tuning, "compile_plan", mock.Mock())
     monkeypatch.setattr(job_tuning.dist, "new_group", mock.Mock(return_value="group"))
