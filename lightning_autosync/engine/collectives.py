@@ -23,6 +23,8 @@ CHUNK = 256 * 1024 * 1024
 """Approximate bytes per broadcast."""
 OWN_GROUP = "autosync"
 """Description of process groups that only this package uses, also on other threads."""
+_BLOCK, _HEADER = 4096, 8
+"""Bytes of JSON that travel at once, and of the number in front that tells how many there are in all."""
 
 _MISSING = re.compile(r"wait timeout .*/(\d+)$")
 """gloo's error if a rank does not join a group; its last number is that rank."""
@@ -83,30 +85,60 @@ def separate_group(timeout: float) -> dist.ProcessGroup:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``value``, in rank order; values are plain JSON data of any size. Collective."""
-    device = group_device(group)
-    payload = json.dumps(value).encode()
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(other) for other in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    gathered = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=group)
-    return [json.loads(bytes(other[: int(length)].tolist())) for other, length in zip(gathered, sizes, strict=True)]
+    """Every rank's ``value``, in rank order; values are plain JSON data of any size. Collective.
+
+    All ranks send theirs to the first one, which sends all of them back. Where hosts are distant, gloo's all-gather
+    takes several times as long, because it goes around all ranks.
+    """
+    payload, size = json.dumps(value).encode(), _BLOCK
+    while True:
+        found = [_content(block) for block in _gather_blocks(_block(payload, size, group_device(group)), group)]
+        longest = max((length for length, _ in found), default=0)
+        values = longest if longest > size else [json.loads(content) for _, content in found]
+        values = broadcast_json(values, group)
+        if isinstance(values, list):
+            return values
+        size = values
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """The ``value`` of the group's first rank, on all ranks; plain JSON data of any size. Collective."""
     payload = json.dumps(value).encode() if dist.get_rank(group) == 0 else b""
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=group_device(group))
-    broadcast_tensors([size], group)
-    text = torch.zeros(int(size), dtype=torch.uint8, device=size.device)
-    if payload:
-        text.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    broadcast_tensors([text], group)
-    return json.loads(text.cpu().numpy().tobytes())
+    block = _block(payload, _BLOCK, group_device(group))
+    broadcast_tensors([block], group)
+    length, content = _content(block)
+    if length > _BLOCK:
+        rest = torch.zeros(length - _BLOCK, dtype=torch.uint8, device=block.device)
+        if payload:
+            rest.copy_(torch.frombuffer(bytearray(payload[_BLOCK:]), dtype=torch.uint8))
+        broadcast_tensors([rest], group)
+        content += rest.cpu().numpy().tobytes()
+    return json.loads(content)
+
+
+def _block(payload: bytes, size: int, device: torch.device) -> Tensor:
+    """The length of a payload and its first ``size`` bytes: [_HEADER + size] bytes, whatever its length."""
+    content = len(payload).to_bytes(_HEADER, "little") + payload[:size].ljust(size, b"\0")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+
+
+def _content(block: Tensor) -> tuple[int, bytes]:
+    """The length of a payload, and as much of it as its block has."""
+    content = block.cpu().numpy().tobytes()
+    length = int.from_bytes(content[:_HEADER], "little")
+    return length, content[_HEADER : _HEADER + length]
+
+
+def _gather_blocks(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The blocks of all ranks on the first one; no blocks on the others."""
+    blocks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else []
+    dist.gather(own, blocks or None, dst=_first_of(group), group=group)
+    return blocks
+
+
+def _first_of(group: dist.ProcessGroup | None) -> int:
+    """The number in the job of the group's first rank."""
+    return dist.get_global_rank(group, 0) if group is not None else 0
 
 
 def require_success(fault: str, group: dist.ProcessGroup | None = None) -> None:
@@ -125,10 +157,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
 
     Shapes, dtypes and order must be the same on all ranks.
     """
-    source = dist.get_global_rank(group, 0) if group is not None else 0
     for chunk in _chunks(tensors):
         flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in chunk])
-        dist.broadcast(flat, src=source, group=group)
+        dist.broadcast(flat, src=_first_of(group), group=group)
         if dist.get_rank(group) != 0:
             _scatter(flat, chunk)
 

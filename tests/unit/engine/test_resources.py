@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from collective_traffic import pretended_job
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import collectives, resources
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.workload import Variable, Workload
@@ -24,7 +26,12 @@ def resources_of(dtype: torch.dtype = torch.float32, numel: int = 100, **options
     workload = Workload(name="three", variables=tuple(Variable(name=one, shape=(numel,), dtype=name) for one in NAMES))
     schedule = compile_plan(builders.all_reduce(workload, PAIR, bucket_bytes=8, first_bucket_bytes=8), workload, PAIR)
     parameters = {one: nn.Parameter(torch.ones(numel, dtype=dtype)) for one in NAMES}
-    with pretended_job(2, rank=1):
+    alike = mock.Mock(side_effect=lambda own, group: [own, own])
+    with (
+        pretended_job(2, rank=1),
+        mock.patch.object(resources, "gather_json", alike),
+        mock.patch.object(collectives, "gather_json", alike),
+    ):
         return Resources(parameters, schedule, None, PAIR, 10.0, watched=True, **options)
 
 
