@@ -37,7 +37,7 @@ _PARTING = 10.0
 
 
 class Predictor:
-    """Searches and predicts plans in a process that starts with the first order, and again if it has ended.
+    """Searches and predicts plans in a process that starts with `start` or an order, and again if it has ended.
 
     The process ends with this one, however that ends, and after some minutes without an order. It has none of this
     process's sockets. Methods may be called from any thread, one order at a time.
@@ -47,6 +47,15 @@ class Predictor:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, so that it has loaded its code when the first order comes."""
+        if self._lock.acquire(blocking=False):  # else another thread has an order, for which it has started
+            try:
+                with suppress(OSError):  # an order tells what is wrong
+                    self._started()
+            finally:
+                self._lock.release()
 
     def search(
         self,

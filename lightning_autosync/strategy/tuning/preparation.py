@@ -27,6 +27,7 @@ from lightning_autosync.strategy.log import rank_zero_info
 from lightning_autosync.strategy.resolution import checked_workload
 from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning.live import Alternative, LiveTuner
+from lightning_autosync.strategy.tuning.predictor import PREDICTOR
 from lightning_autosync.strategy.tuning.proposals import (
     DESCRIBED,
     JobLinks,
@@ -102,6 +103,8 @@ def prepare(
         if entry is not None and not entry.unfinished:
             costs = host_constants() if tuning.probe else Constants()
             return _of_entry(entry, workload, key, settings.cluster is not None, costs)
+        if len({*hosts}) > 1 and dist.get_rank(group) == 0:
+            PREDICTOR.start()
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
     if links.fault or len(links.cluster.nodes) == 1:
         return Preparation(links, workload, key)

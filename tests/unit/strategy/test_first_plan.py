@@ -217,6 +217,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, cluster: ClusterSpec, folder: Path, *
     monkeypatch.setattr(preparation, "broadcast_json", lambda own, *_: own)
     monkeypatch.setattr(preparation.dist, "get_rank", lambda *_: 0)
     monkeypatch.setattr(preparation, "find_links", lambda *_: proposals.JobLinks(cluster, Constants()))
+    monkeypatch.setattr(preparation, "PREDICTOR", mock.Mock())
     monkeypatch.setattr(proposals, "_first_rank_result", lambda search, *_: search())
     return StrategySettings(tuning=TuningSettings(**{"search": 60.0, "cache": str(folder), **tuning}))
 
@@ -253,6 +254,24 @@ def earlier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
     monkeypatch.setattr(preparation, "rank_zero_info", told.append)
     monkeypatch.setattr(preparation, "compare_rates", mock.Mock(side_effect=AssertionError("links are measured twice")))
     return Trained(module, cluster, alone(monkeypatch, cluster, tmp_path), plans, told)
+
+
+@pytest.mark.parametrize("hosts", [["x", "x", "x"], ["x", "y", "z"]], ids=["one", "several"])
+def test_the_process_that_searches_starts_before_links_of_several_hosts_are_measured(
+    hosts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = alone(monkeypatch, ClusterSpec.uniform(1, devices=3), tmp_path)
+    started: list[int] = []
+    predictor = mock.Mock(start=lambda: started.append(0))
+
+    def find_links(*_: Any) -> JobLinks:
+        assert len(started) == (len({*hosts}) > 1)
+        return JobLinks(ClusterSpec.uniform(1, devices=3), Constants())
+
+    monkeypatch.setattr(preparation, "gather_json", lambda *_: hosts)
+    monkeypatch.setattr(preparation, "PREDICTOR", predictor)
+    monkeypatch.setattr(preparation, "find_links", find_links)
+    assert preparation.prepare(settings, nn.Linear(30, 20), 1, 3).on_one_host
 
 
 BEGINS = "the fastest so far in the trials of an earlier job, which ended before them"

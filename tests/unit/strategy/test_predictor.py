@@ -20,6 +20,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import MissingPackageError, PredictorError
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.replay import Constants, Replay
+from lightning_autosync.search import prediction_server, selection
 from lightning_autosync.search.prediction_server import LOWEST_PRIORITY
 from lightning_autosync.search.selection import rank_plans
 from lightning_autosync.strategy.tuning import predictor as module
@@ -95,6 +96,31 @@ def test_one_process_without_torch_and_sockets_serves_all_orders(own: Predictor)
         assert process_of(own) == process
         assert "torch" not in (process / "maps").read_text()
         assert not [name for one in (process / "fd").iterdir() if "socket" in (name := os.readlink(one))]
+
+
+@pytest.mark.usefixtures("new_interpreters")
+def test_it_loads_its_code_without_an_order(own: Predictor) -> None:
+    own.start()
+    process = process_of(own)
+    assert until(lambda: "numba" in (process / "maps").read_text())
+    own.search(WORKLOAD, PAIR, Constants(), **OPTIONS)
+    own.start()
+    assert process_of(own) == process
+
+
+def test_its_code_is_loaded_beside_a_measurement_of_links_at_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def warm_up() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    monkeypatch.setattr(selection, "warm_up", warm_up)
+    thread = threading.Thread(target=prediction_server._load)
+    thread.start()
+    thread.join()
+    assert found == [max(prediction_server.LOADING_PRIORITY, os.nice(0))]
+    early = "import sys, lightning_autosync.search.prediction_server; print('numpy' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", early], text=True) == "False\n"
 
 
 def test_predictions_beside_training_give_way_and_searches_do_not(own: Predictor) -> None:
