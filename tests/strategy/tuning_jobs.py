@@ -602,12 +602,11 @@ def slowly_opened() -> dict[str, Any]:
 
 def broken_closing() -> dict[str, Any]:
     """The error of a job that ends within a trial and whose plans cannot be closed, and what stays open."""
-    opened, closed, groups = list[Resources](), list[Resources](), list[int]()
+    opened, closed, groups = list[Resources](), list[Resources](), _group_count()
     begin, end, close = Resources.__init__, Resources.close, BackgroundOpening.close
 
     def note_begin(self: Resources, *arguments: Any, **options: Any) -> None:
         opened.append(self)
-        groups.append(_group_count())
         begin(self, *arguments, **options)
 
     def note_end(self: Resources) -> None:
@@ -631,7 +630,7 @@ def broken_closing() -> dict[str, Any]:
         except OSError as cause:
             error = str(cause)
     left = [each for each in opened if each not in closed]
-    return {"error": error, "opened": len(opened), "left": len(left), "groups": _group_count() - groups[0]}
+    return {"error": error, "opened": len(opened), "left": len(left), "groups": _group_count() - groups}
 
 
 def without_memory() -> dict[str, Any]:

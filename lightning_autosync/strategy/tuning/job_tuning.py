@@ -117,7 +117,12 @@ class JobTuning:
     @property
     def _tries(self) -> bool:
         """Whether plans are tried on training steps."""
-        return self._group is None and bool(self.resolution.alternatives) and self._device == "cpu"
+        return self._may_try and bool(self.resolution.alternatives)
+
+    @property
+    def _may_try(self) -> bool:
+        """Whether plans are tried if there are any others."""
+        return self._group is None and self._device == "cpu"
 
     @property
     def _device(self) -> str:
@@ -144,6 +149,13 @@ class JobTuning:
         Raises:
             DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
         """
+        try:
+            self._resolve(also)
+        except BaseException:
+            self._close_control()
+            raise
+
+    def _resolve(self, also: Container[nn.Parameter]) -> None:
         self._settings = with_connected_interfaces(self._settings, self._group)
         self._preparation = found = self._prepare(also)
         settings = self._settings if found is None else replace(self._settings, cluster=found.links.cluster)
@@ -203,7 +215,11 @@ class JobTuning:
         Raises:
             ExchangeError: ranks cannot connect to each other.
         """
-        engine = self._open_first(open_engine)
+        try:
+            engine = self._open_first(open_engine)
+        except BaseException:
+            self._close_control()
+            raise
         destroy_unused_groups()  # of plans that were only measured
         if not self._tries:
             if self.resolution.alternatives:
@@ -234,8 +250,8 @@ class JobTuning:
         self._schedules = [compile_plan(each.plan, found.workload, found.cluster) for each in found.alternatives]
         for schedule in self._schedules:
             _ = schedule.fingerprint
-        timeout, overlaps = timedelta(seconds=self._settings.timeout), self._settings.overlap is not None
-        self._control = new_group(timeout, description=OWN_GROUP)
+        overlaps = self._settings.overlap is not None
+        self._open_control()
         # Likewise: so many new objects let Python soon collect its garbage, which would take a step up to 0.5 s.
         gc.collect()
 
@@ -277,6 +293,19 @@ class JobTuning:
         messages = () if found.schedule is None else found.schedule.messages
         paced = any(message.on_trees for message in messages)
         return former if paced or former.resolution.plan != found.plan else None
+
+    def _open_control(self) -> None:
+        """Make the group over which plans are opened in trials, if plans may be tried; collective.
+
+        All pairs of ranks connect, which takes seconds where hosts are distant. So ranks do it while one searches.
+        """
+        if self._may_try and self._control is None:
+            self._control = new_group(timedelta(seconds=self._settings.timeout), description=OWN_GROUP)
+
+    def _close_control(self) -> None:
+        if self._control is not None:
+            dist.destroy_process_group(self._control)
+            self._control = None
 
     def _prices(self) -> PlanPrices | None:
         """Predictions to be made during training; None where an earlier job has measured the plan."""
@@ -423,9 +452,7 @@ class JobTuning:
                     tuner.close()
         finally:
             self._recorder = None
-            if self._control is not None:
-                dist.destroy_process_group(self._control)
-                self._control = None
+            self._close_control()
 
     def _prepare(self, also: Container[nn.Parameter]) -> Preparation | None:
         """Find links and plans, if the user gave no plan and links matter; collective.
@@ -443,7 +470,16 @@ class JobTuning:
             return None
         # Each rank chooses by its own arithmetic, whose last bits differ between versions (`math.hypot`, `NormalDist`).
         agree(platform.python_version_tuple, lambda found: {_PYTHON: ".".join(found[:2])}, self._group)
-        found = prepare(self._settings, self._module, *self._shape, self._group, also, self.links, self._device)
+        found = prepare(
+            self._settings,
+            self._module,
+            *self._shape,
+            self._group,
+            also,
+            self.links,
+            self._device,
+            meanwhile=self._open_control,
+        )
         if found.on_one_host:
             self._shape = 1, found.links.cluster.world_size  # the nodes of this job are one machine
             self._ended = f"{_NO_OTHER}: {_ONE_MACHINE}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from socket import gethostname
@@ -73,6 +73,7 @@ def prepare(
     also: Container[nn.Parameter] = (),
     links: JobLinks | None = None,
     device: str = "cpu",
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Preparation:
     """Find hosts, links and plans of a job; collective.
 
@@ -85,6 +86,7 @@ def prepare(
         also: frozen parameters that plans also cover.
         links: the links, if they are known already; the memory is then not asked.
         device: type of the devices that compute, for example ``cpu`` or ``cuda``.
+        meanwhile: called on all ranks while rank 0 searches; collective.
 
     Raises:
         DocumentError: (or a subclass, on every rank) model, cluster and job do not fit each other.
@@ -121,7 +123,7 @@ def prepare(
     def known() -> list[tuple[str, SyncPlan]]:
         return [*([] if entry is None else [_named(entry)]), *_near_plans(key, links.cluster, tuning)]
 
-    proposals, fault = propose(workload, replace(links, constants=constants), settings, group, known)
+    proposals, fault = propose(workload, replace(links, constants=constants), settings, group, known, meanwhile)
     found = Preparation(replace(links, fault=fault), workload, key, proposals)
     return found if entry is None or proposals is None else _beginning_with(entry, found, proposals)
 

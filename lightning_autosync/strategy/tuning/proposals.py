@@ -146,6 +146,7 @@ def propose(
     settings: StrategySettings,
     group: dist.ProcessGroup | None,
     known: KnownPlans = tuple,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Proposals | None, str]:
     """Search for plans on rank 0 while the others wait; collective.
 
@@ -154,13 +155,18 @@ def propose(
 
     Args:
         known: finds further plans, on rank 0, that the search compares with its own.
+        meanwhile: called on all ranks while rank 0 searches; collective.
 
     Returns:
         The plans; None with the reason if the search failed.
     """
     tuning = settings.tuning
     assert tuning is not None
-    found = _first_rank_result(lambda: _search(workload, links, settings, tuning, known), settings.timeout, group)
+
+    def search() -> dict[str, Any]:
+        return _search(workload, links, settings, tuning, known)
+
+    found = _first_rank_result(search, settings.timeout, group, meanwhile)
     if "fault" in found:
         rank_zero_warn(f"AutoSync: {found['fault']}")
         return None, found["fault"]
@@ -246,7 +252,10 @@ def _search(
 
 
 def _first_rank_result(
-    search: Callable[[], dict[str, Any]], timeout: float, group: dist.ProcessGroup | None
+    search: Callable[[], dict[str, Any]],
+    timeout: float,
+    group: dist.ProcessGroup | None,
+    meanwhile: Callable[[], None],
 ) -> dict[str, Any]:
     """What ``search`` returns on rank 0, or a mapping with its ``fault``; collective.
 
@@ -264,6 +273,7 @@ def _first_rank_result(
     thread = threading.Thread(target=run, name="autosync-search", daemon=True)
     if dist.get_rank(group) == 0:
         thread.start()
+    meanwhile()
     while True:
         if thread.ident is not None:
             thread.join(timeout / 4)

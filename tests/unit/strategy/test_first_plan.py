@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from tuned_plans import CLUSTER, tuned, workload
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
-from lightning_autosync.errors import DocumentError, OpeningError
+from lightning_autosync.errors import DocumentError, OpeningError, PlanError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.plan.builders.default import NATIVE
 from lightning_autosync.replay import Constants
@@ -95,6 +97,44 @@ def test_an_error_before_the_first_step_leaves_no_engine_open(monkeypatch: pytes
         tuning.start(mock.Mock(return_value=engine), mock.Mock(), mock.Mock())
     engine.close.assert_called_once_with()
     destroyed.assert_called_once_with("group")
+
+
+@pytest.mark.parametrize("fails", ["search", "first engine"])
+def test_the_group_for_trials_is_made_while_rank_0_searches_and_no_error_leaves_it(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    tuning = JobTuning(nn.Linear(1, 1), StrategySettings(tuning=TuningSettings()), 2, 1, None, None)
+    searching = threading.Event()
+
+    def search() -> dict[str, Any]:
+        return {"made": searching.wait(60.0)}
+
+    def make_group(*_: Any, **__: Any) -> str:
+        searching.set()
+        return "group"
+
+    def prepare(*_: Any, meanwhile: Callable[[], None]) -> None:
+        assert proposals._first_rank_result(search, 60.0, None, meanwhile) == {"made": True}
+        raise PlanError("models differ")
+
+    monkeypatch.setattr(job_tuning, "agree", mock.Mock())
+    monkeypatch.setattr(job_tuning, "gather_json", lambda own, group: [own])
+    monkeypatch.setattr(job_tuning.dist, "new_group", make_group)
+    monkeypatch.setattr(job_tuning.dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(proposals, "broadcast_json", lambda own, group: own)
+    monkeypatch.setattr(job_tuning, "prepare", prepare)
+    destroyed = mock.Mock()
+    monkeypatch.setattr(job_tuning.dist, "destroy_process_group", destroyed)
+
+    def start() -> None:
+        tuning._resolution = Found("native")  # type: ignore[assignment]
+        tuning._open_control()
+        tuning.start(mock.Mock(side_effect=PlanError("models differ")), mock.Mock(), mock.Mock())
+
+    with pytest.raises(PlanError, match="models differ"):
+        {"search": tuning.resolve, "first engine": start}[fails]()
+    destroyed.assert_called_once_with("group")
+    assert tuning._control is None
 
 
 def test_a_job_whose_links_have_changed_may_open_its_first_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
