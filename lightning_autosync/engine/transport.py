@@ -32,7 +32,8 @@ _CLOSING_TIMEOUT = 5.0
 _TUNED_STEPS = 3
 """First steps before each of which a connection's queue is limited, by the round trips of the steps before."""
 UP, DOWN, LEAVE = 0, 1, 2
-"""Phases of a frame: towards the root, away from the root, and a rank's last frame, with its last complete step."""
+"""Phases of a frame: towards the root or from one root to the other, away from the root, and a rank's last frame, with
+its last complete step."""
 
 
 class Frame(NamedTuple):

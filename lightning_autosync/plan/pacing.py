@@ -153,10 +153,10 @@ def _seconds_in_flight(route: Floats | float, back: Floats | float, round_trip: 
 def pipeline_stretches(schedule: Schedule, rank: int, interface: int = 0) -> dict[int, float]:
     """Factors on a connection's rate that make up for the time in which its pipeline fills, by peer of ``rank``.
 
-    A piece takes one hop after another, up its tree and down again. The last of n pieces over h hops arrives after the
-    time of n + h - 1 pieces. Transfers of a round run concurrently, so the largest numbers of pieces and hops count.
-    Rounds of a message run one after another. Messages are assumed to follow each other without a gap, so that the
-    pipelines fill only once.
+    A piece takes one hop after another, up its tree and down again (`TreeTransfer.hops`). The last of n pieces over h
+    hops arrives after the time of n + h - 1 pieces. Transfers of a round run concurrently, so the largest numbers of
+    pieces and hops count. Rounds of a message run one after another. Messages are assumed to follow each other without
+    a gap, so that the pipelines fill only once.
     """
     pieces: Counter[int] = Counter()
     fills: Counter[int] = Counter()
@@ -177,7 +177,7 @@ def _of_round(round: Round, rank: int, interface: int) -> tuple[Counter[int], Co
     for transfer in round.transfers:
         if isinstance(transfer, TreeTransfer):
             count = -(-(transfer.stop - transfer.start) // transfer.segment)
-            further = transfer.reduce.depth + transfer.broadcast.depth - 1
+            further = transfer.hops - 1
             for peer in _neighbours(transfer, rank, interface):
                 pieces[peer] = max(pieces[peer], count)
                 hops[peer] = max(hops[peer], further)

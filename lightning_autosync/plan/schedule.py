@@ -43,8 +43,12 @@ class TreeTransfer:
                 f"the reduce tree ends at rank {self.reduce.root}, but the broadcast tree starts at "
                 f"{self.broadcast.root}"
             )
-        if self.second_root >= 0 and {tree.parents[self.second_root] for tree in self.trees} != {self.root}:
+        if self.second_root < 0:
+            return
+        if {tree.parents[self.second_root] for tree in self.trees} != {self.root}:
             raise ValueError(f"second root {self.second_root} is not a child of root {self.root} on both trees")
+        if self.reduce.interface != self.broadcast.interface:
+            raise ValueError("trees with two roots must use the same interface of each node")
 
     @property
     def root(self) -> int:
@@ -53,6 +57,19 @@ class TreeTransfer:
     @property
     def trees(self) -> tuple[Tree, Tree]:
         return self.reduce, self.broadcast
+
+    @cached_property
+    def hops(self) -> int:
+        """Hops of a piece on its longest way, up one tree and down the other; between two roots, both ways are one."""
+        if self.second_root < 0:
+            return self.reduce.depth + self.broadcast.depth
+        rises, falls = (self._halves(tree) for tree in self.trees)
+        return max(max(rise, 1 + other) + fall for rise, other, fall in zip(rises, reversed(rises), falls, strict=True))
+
+    def _halves(self, tree: Tree) -> tuple[int, int]:
+        """Hops between each of two roots and the farthest rank of its half of a tree."""
+        others = [child for child in tree.children[self.root] if child != self.second_root]
+        return max((1 + tree.heights[child] for child in others), default=0), tree.heights[self.second_root]
 
     def partner(self, rank: int) -> int:
         """The other root if ``rank`` is one of two; -1 otherwise."""
@@ -188,6 +205,12 @@ class Message:
     priority: int
     rounds: tuple[Round, ...]
     sparse: bool = False
+
+    def __post_init__(self) -> None:
+        transfers = (transfer for each in self.rounds for transfer in each.transfers)
+        two_roots = any(isinstance(transfer, TreeTransfer) and transfer.second_root >= 0 for transfer in transfers)
+        if two_roots and (self.rows or self.compressor.kind != "none"):
+            raise ValueError(f"message '{self.name}': rows and compressed messages need trees with one root")
 
     @property
     def tail(self) -> int:

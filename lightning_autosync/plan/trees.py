@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,15 +61,27 @@ class Tree:
                 lists[parent].append(rank)
         return tuple(tuple(ranks) for ranks in lists)
 
-    @cached_property
+    @property
     def depth(self) -> int:
         """Largest number of hops from the root to a rank."""
-        deepest, level = 0, deque([(self.root, 0)])
-        while level:
-            rank, hops = level.popleft()
-            deepest = max(deepest, hops)
-            level.extend((child, hops + 1) for child in self.children[rank])
-        return deepest
+        return self.heights[self.root]
+
+    @cached_property
+    def heights(self) -> tuple[int, ...]:
+        """[ranks] largest number of hops from each rank to a rank below it."""
+        heights = [0] * self.size
+        for rank in self.upwards:
+            if (parent := self.parents[rank]) >= 0:
+                heights[parent] = max(heights[parent], heights[rank] + 1)
+        return tuple(heights)
+
+    @cached_property
+    def upwards(self) -> tuple[int, ...]:
+        """All ranks, each before its parent."""
+        order = [self.root]
+        for rank in order:
+            order += self.children[rank]
+        return tuple(reversed(order))
 
     def rerooted(self, root: int) -> Tree:
         """The same undirected tree with another root."""

@@ -224,7 +224,7 @@ class _FrameGraph:
         if flow.second >= 0:
             sums = {root: list(inbound[root]) for root in roots}
             for sender, target in (roots, reversed(roots)):
-                frame = self._frame(pieces, first + sender, target, key, 1.0, stage.gather)
+                frame = self._frame(pieces, first + sender, target, key, 1.0, stage.meet)
                 self._edges += [(before, frame) for before in sums[sender]]
                 inbound[target].append(frame)
                 added.append(frame)

@@ -54,11 +54,11 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
     """The flows of all stages."""
     flows = [flow for stage in stages for flow in stage.flows]
     up, down, wire, values, pieces, copies, second = zip(*flows, strict=True) if flows else ((),) * 7
-    costs = numpy.zeros((len(stages), 6))
+    costs = numpy.zeros((len(stages), 7))
     growth = numpy.ones((len(stages), ranks + 1))
     for number, stage in enumerate(stages):
         frame, hop = stage.frame_cost(constants), stage.hop_delay(constants, ranks)
-        costs[number] = stage.gather, stage.seal, stage.open, frame, hop, stage.latencies
+        costs[number] = stage.gather, stage.seal, stage.open, frame, hop, stage.latencies, stage.meet
         if stage.growth is not None:
             growth[number] = stage.growth
     return Flows(

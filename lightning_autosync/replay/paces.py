@@ -150,7 +150,7 @@ def _carry(
         if not on_trees[stage]:
             continue
         ways = (flows.up[flow], flows.down[flow])
-        hops = _depth(trees.parents, trees.order, ways[0]) + _depth(trees.parents, trees.order, ways[1]) - 1
+        hops = _hops(trees, ways, flows.second[flow]) - 1
         for way in range(2):
             if ways[way] < 0:
                 continue
@@ -191,16 +191,29 @@ def _count_rows(transfer: Indices, trees: Trees, routes: Routes, place: Indices,
 
 
 @compiled
-def _depth(parents: Integers, order: Integers, tree: int) -> int:
-    """Number of hops from the root of a tree to its farthest rank; 0 for no tree."""
+def _hops(trees: Trees, ways: tuple[int, int], second: int) -> int:
+    """As `TreeTransfer.hops`, for the trees up and down, and a second root or -1."""
+    rise, rise_there = _halves(trees.parents, trees.order, ways[0], second)
+    fall, fall_there = _halves(trees.parents, trees.order, ways[1], second)
+    if second < 0:
+        return rise + fall
+    return max(max(rise, 1 + rise_there) + fall, max(rise_there, 1 + rise) + fall_there)
+
+
+@compiled
+def _halves(parents: Integers, order: Integers, tree: int, second: int) -> tuple[int, int]:
+    """Hops from the root of a tree to the farthest rank, and from the second root; each without the other's subtree."""
     if tree < 0:
-        return 0
+        return 0, 0
     depths = numpy.zeros(parents.shape[1], dtype=numpy.int64)
+    there = numpy.zeros(parents.shape[1], dtype=numpy.bool_)
     for place in range(parents.shape[1]):
         rank = order[tree, place]
-        if parents[tree, rank] >= 0:
-            depths[rank] = depths[parents[tree, rank]] + 1
-    return int(depths.max())
+        parent = parents[tree, rank]
+        there[rank] = rank == second or (parent >= 0 and there[parent])
+        if parent >= 0 and rank != second:
+            depths[rank] = depths[parent] + 1
+    return int((depths * ~there).max()), int((depths * there).max())
 
 
 @compiled

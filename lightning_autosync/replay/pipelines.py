@@ -17,8 +17,8 @@ class Flows(NamedTuple):
     Attributes:
         stage: stage of each flow.
         up, down, wire, values, pieces, copies, second: as in `Flow`.
-        costs: [stages, 6] seconds per byte to gather, to seal and to open, per frame at each end, and per hop; then the
-            number of latencies of a hop.
+        costs: [stages, 7] seconds per byte to gather, to seal and to open, per frame at each end, and per hop; then the
+            number of latencies of a hop, and seconds per byte at each of two roots.
         growth: [stages, ranks + 1] as in `Stage`; ones for dense stages.
         host_cost: seconds per byte, as in `Constants`.
     """
@@ -171,13 +171,13 @@ def _add_work(
     """Add one direction of a flow to the loads and pairs.
 
     Returns:
-        [channels] the sum of shares that cross each link at the same time: without the second root's, which are earlier
-        than the others on the way down and later on the way up.
+        [channels] the sum of shares that cross each link at about the same time: without those between two roots, which
+        mostly are earlier than the others on the way down and later on the way up.
     """
     ranks, stage, tree = paths.trees.parents.shape[1], flows.stage[flow], _tree(flows, flow, way)
     count = numpy.zeros(len(paths.capacities))
     second = flows.second[flow]
-    gather, seal, opening, frame, _, _ = flows.costs[stage]
+    gather, seal, opening, frame, _, _, meet = flows.costs[stage]
     copies = flows.copies[flow]
     wire, values = copies * flows.wire[flow], copies * flows.values[flow]
     parents, sizes, growth = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[stage]
@@ -199,7 +199,7 @@ def _add_work(
             count[channels[hop]] += share * (rank != second)
         handling = share * wire * flows.host_cost + copies * flows.pieces[flow] * frame
         sending = share * values * seal if way == _UP else 0.0
-        receiving = share * values * (gather if way == _UP or rank == second else opening)
+        receiving = share * values * (meet if rank == second else gather if way == _UP else opening)
         own[paths.links + source] += handling + sending
         own[paths.links + target] += handling + receiving
         if paths.shared >= 0:
@@ -216,7 +216,7 @@ def _add_work(
 def _time_hops(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, count: Floats) -> None:
     """Fill in the seconds of one piece from each rank to its parent, or back; ``count`` is that of `_add_work`."""
     ranks, tree = paths.trees.parents.shape[1], _tree(flows, flow, way)
-    gather, seal, opening, _, hop_cost, latencies = flows.costs[flows.stage[flow]]
+    gather, seal, opening, _, hop_cost, latencies, meet = flows.costs[flows.stage[flow]]
     wire, values, pieces = flows.wire[flow], flows.values[flow], flows.pieces[flow]
     parents, sizes, growth = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[flows.stage[flow]]
     starts, channels, capacities = paths.routes.starts, paths.routes.hops, paths.capacities
@@ -229,7 +229,7 @@ def _time_hops(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, cou
             together = 1.0 if is_second else count[channels[hop]]
             slowest = max(slowest, together / capacities[channels[hop]])
         share = growth[sizes[rank] if way == _UP else ranks]
-        coding = gather + seal if way == _UP else gather if is_second else opening
+        coding = meet if is_second else gather + seal if way == _UP else opening
         piece = slowest * wire + share * values * coding
         hops.seconds[way, rank] = piece / pieces + latencies * paths.routes.latencies[route] + hop_cost
 
@@ -296,7 +296,7 @@ def _descend(
 def _lower_margins(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, lead: Floats, trail: Floats) -> None:
     """Lower the minimal times before and after each link to those of this flow's hops."""
     stage, tree = flows.stage[flow], _tree(flows, flow, way)
-    hop_cost, latencies = flows.costs[stage, 4], flows.costs[stage, 5]
+    hop_cost, latencies, meet = flows.costs[stage, 4], flows.costs[stage, 5], flows.costs[stage, 6]
     before, after = hops.before[way], hops.after[way]
     for rank in range(len(before)):
         parent = paths.trees.parents[tree, rank]
@@ -307,6 +307,8 @@ def _lower_margins(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops,
         until, onwards = before[source], after[target]
         if rank == flows.second[flow]:
             until, onwards = (until, hops.between[1]) if way == _UP else (hops.between[0], onwards)
+            # The sum of both roots may be the last thing that is made. Other sums and copies count in `before`.
+            onwards += flows.values[flow] / flows.pieces[flow] * meet
         onwards += latencies * paths.routes.latencies[route] + hop_cost
         for hop in range(paths.routes.starts[route], paths.routes.starts[route + 1]):
             channel = paths.routes.hops[hop]

@@ -73,6 +73,7 @@ class Stage:
         growth: [ranks + 1] share of a range that the sum over k ranks fills, only for rows; 1 if nothing is summed.
         row_trees: for each transfer of rows, its trees up and down, as in `Flow`; also where few rows leave it unused.
         gather, seal, open: core-seconds per byte of values to add a contribution, to encode, and to decode the sum.
+        meet: core-seconds per byte of values of each of two roots: it copies its own sum, and adds the other one.
         handling: core-seconds per frame at each end, on top of the cost of every frame.
     """
 
@@ -93,6 +94,7 @@ class Stage:
     gather: float = 0.0
     seal: float = 0.0
     open: float = 0.0
+    meet: float = 0.0
     handling: float = 0.0
 
     def frame_cost(self, constants: Constants) -> float:
@@ -180,8 +182,16 @@ class StageMaker:
         ]
         encode, decode = self._coding(message)
         gather = decode + 1 / self._constants.reduce_rate
-        launch = self._constants.exchange_cost
-        return Stage(message.index, False, launch=launch, flows=tuple(flows), gather=gather, seal=encode, open=decode)
+        return Stage(
+            message.index,
+            False,
+            launch=self._constants.exchange_cost,
+            flows=tuple(flows),
+            gather=gather,
+            seal=encode,
+            open=decode,
+            meet=gather + 1 / self._constants.copy_rate,
+        )
 
     def _row(self, tree: Tree) -> int:
         return self._forest.row(tree.parents, tree.interface)

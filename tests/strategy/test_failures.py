@@ -14,6 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_utilities.core.rank_zero import rank_zero_only
 from sweeps import sweep
 
 from lightning_autosync import AutoDDLStrategy, AutoSyncFabricStrategy, AutoSyncStrategy, SyncPlan
@@ -152,6 +153,7 @@ def test_a_plan_for_other_ranks_is_refused_once_before_ranks_are_started(
 
 def test_ranks_without_a_device_on_their_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a job on one host with ``num_nodes=2, devices=1``."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # so that it is put back: the strategy sets it, also for other tests
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")

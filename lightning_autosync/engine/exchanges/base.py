@@ -28,8 +28,8 @@ class Exchange(ABC):
         result: tensor with the sum, if it is not the buffer itself. The exchange owns it: callers may read it until the
             next ``start``, but must not write to it.
         residual: [numel + tail], the loss of encoding; None without error feedback.
-        root_ranges: ranges of the buffer (first element, end) of which this rank is a root, so that their sum is here
-            first; see `wait_at_root`. None if ranks have no sum before `wait` returns.
+        root_ranges: ranges of the buffer (first element, end) of which this rank is the root (of two, the first one):
+            their sum is here first; see `wait_at_root`. None if ranks have no sum before `wait` returns.
         root_buffer: tensor on the host that has these sums first; None without ``root_ranges``.
     """
 

@@ -126,6 +126,7 @@ class _Path:
     """One transfer from this rank's view: its number, and its neighbours on both trees.
 
     If it has two roots, and this rank is one of them, the other one is its ``partner``, and no neighbour on the trees.
+    Only the first of them ``is_root``, so that one rank answers for each sum (see `Exchange.root_ranges`).
     """
 
     number: int
@@ -141,16 +142,17 @@ class _Meeting:
     """A piece at one of its two roots, which exchange what they have summed.
 
     Attributes:
+        partner: the other root.
         step: the step whose sum of the partner is accepted. The partner may be a step ahead.
         came: whether it has arrived.
         inbox: memory for the partner's sum.
         outbox: copy of this rank's sum. The other root's one may be added before it has left.
     """
 
-    __slots__ = ("_received", "_sent", "came", "inbox", "outbox", "step")
+    __slots__ = ("_received", "_sent", "came", "inbox", "outbox", "partner", "step")
 
-    def __init__(self, coded: CodedRange) -> None:
-        self.step, self.came = 1, False
+    def __init__(self, partner: Peer, coded: CodedRange) -> None:
+        self.partner, self.step, self.came = partner, 1, False
         self._received, self._sent = coded.new_wire(), coded.new_wire()
         self.inbox, self.outbox = byte_view(self._received), byte_view(self._sent)
 
@@ -195,11 +197,11 @@ class _Piece:
         self.gathering = 1
         self._contributions = [coded.new_wire() for _ in path.up_children]
         self.inboxes = dict(zip(path.up_children, map(byte_view, self._contributions), strict=True))
-        self.meeting = None if path.partner is None else _Meeting(coded)
+        self.meeting = None if path.partner is None else _Meeting(path.partner, coded)
 
     def meeting_with(self, peer: int) -> _Meeting | None:
         """The exchange with ``peer`` if that is the other root; otherwise None."""
-        return self.meeting if self.path.partner is not None and peer == self.path.partner.rank else None
+        return self.meeting if self.meeting is not None and peer == self.meeting.partner.rank else None
 
     def inbox(self, peer: int, phase: int) -> memoryview | None:
         """The memory for bytes from ``peer``; None if the schedule has no such transfer."""
@@ -221,7 +223,10 @@ class _Piece:
             self.coded.add(contribution)
         self.missing = len(self._contributions)
         self.gathering += 1
-        self.coded.encode(overwrite=self.path.up_parent is None)
+        if self.meeting is not None:
+            self.meeting.keep(self.coded)
+        else:
+            self.coded.encode(overwrite=self.path.up_parent is None)
 
 
 class TreeExchange(TreeSteps, Exchange):
@@ -334,11 +339,10 @@ class TreeExchange(TreeSteps, Exchange):
         with profiled(self._name, "reduce"):
             piece.reduce()
         path, place = piece.path, (piece.path.number, piece.number, UP)
-        if piece.meeting is not None and path.partner is not None:
-            piece.meeting.keep(piece.coded)
-            self._send(path.partner, place, piece.meeting.outbox, piece.along, self._progress)
-            if piece.meeting.came:
-                self._unite(piece, piece.meeting)
+        if (meeting := piece.meeting) is not None:
+            self._send(meeting.partner, place, meeting.outbox, piece.along, self._progress)
+            if meeting.came:
+                self._unite(piece, meeting)
         elif path.up_parent is None:
             self._start_down(piece)
         else:

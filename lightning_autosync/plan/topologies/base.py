@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.plan.messages import even_bounds
 from lightning_autosync.plan.schedule import Transfer, TreeTransfer
-from lightning_autosync.plan.second_roots import second_root
+from lightning_autosync.plan.second_roots import SecondRoots, second_roots
 from lightning_autosync.plan.trees import Tree
 
 if TYPE_CHECKING:
@@ -116,6 +116,11 @@ class Site:
     def nodes(self) -> list[tuple[int, ...]]:
         """Ranks by node."""
         return [self.cluster.ranks_of(node) for node in range(len(self.cluster.nodes))]
+
+    @cached_property
+    def second_roots(self) -> SecondRoots:
+        """Where trees have two roots."""
+        return second_roots(self.cluster)
 
     def pair(self, topology: TreeTopology, group: Group, root: int, shard: int) -> tuple[Tree, Tree]:
         """The trees of a range; cached, because the many messages of a plan use few different trees."""
@@ -262,7 +267,7 @@ class TreeTopology(Topology):
                     segment = segment_elements(group, upper - lower, cut.itemsize, least)
                     # Both roots would encode their sums, and rows do not travel in pieces.
                     plain = group.compressor.kind == "none" and cut.width is None
-                    second = second_root(site.cluster, reduce, broadcast) if plain else -1
+                    second = site.second_roots.of(reduce, broadcast) if plain else -1
                     yield TreeTransfer(lower, upper, reduce, broadcast, segment, second)
 
     def ranges(

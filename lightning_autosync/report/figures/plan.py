@@ -63,7 +63,8 @@ def interface_shares(message: Message, interfaces: int) -> list[float]:
 
 def _summed_elements(transfer: Transfer, ranks: int) -> list[tuple[int, float]]:
     if isinstance(transfer, TreeTransfer):
-        return [(transfer.root, transfer.stop - transfer.start)]
+        roots = [root for root in (transfer.root, transfer.second_root) if root >= 0]
+        return [(root, (transfer.stop - transfer.start) / len(roots)) for root in roots]
     if isinstance(transfer, AllToAll | SharedMemoryReduce):
         owners = transfer.owners if isinstance(transfer, AllToAll) else tuple(range(ranks))
         spans = zip(transfer.bounds, transfer.bounds[1:], strict=False)

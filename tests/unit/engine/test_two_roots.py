@@ -19,7 +19,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Compressor, Message, Round, Tree, TreeTransfer
 
 LENGTH, SEGMENT = 7, 3
-CHAIN = Tree((-1, 0, 1))
+CHAIN = Tree((-1, 0, 1), interface=1)
 WHOLE = Round(LENGTH, (TreeTransfer(0, LENGTH, CHAIN, CHAIN, SEGMENT, second_root=1),))
 MESSAGE = Message(0, "one", ("weight",), LENGTH - 1, "float32", 0, 0, Compressor(), 0, (WHOLE,))
 
@@ -39,6 +39,7 @@ class Queued:
         call()
 
     def send(self, peer: Peer, frame: Frame, wire: memoryview, urgency: Any, sent: Callable[[], None] | None) -> None:
+        assert peer.interface == CHAIN.interface
         self._network.queues[self.rank, peer.rank].append((frame, wire, sent))
 
 
@@ -50,7 +51,7 @@ class Network:
         self.transports = [Queued(rank, self) for rank in range(3)]
         self.buffers = [torch.zeros(LENGTH) for _ in range(3)]
         self.exchanges = [
-            TreeExchange(transport, 0, rank, MESSAGE, WHOLE, self.buffers[rank], 1.0)  # type: ignore[arg-type]
+            TreeExchange(transport, 0, rank, MESSAGE, WHOLE, self.buffers[rank], 0.2)  # type: ignore[arg-type]
             for rank, transport in enumerate(self.transports)
         ]
 
@@ -110,6 +111,21 @@ def test_no_root_waits_for_the_other_to_send() -> None:
     assert not network.queues[1, 0]  # rank 1 lacks what rank 2 contributes
     assert network.exchanges[0].root_ranges == [(0, LENGTH)]
     assert network.exchanges[1].root_ranges == []
+
+
+def test_the_first_root_answers_for_the_sum() -> None:
+    network = Network()
+    for rank in (0, 1, 2):
+        network.start(rank, torch.ones(LENGTH))
+    network.exchanges[1].wait_at_root()  # it has nothing to wait for
+    with pytest.raises(ExchangeError):
+        network.exchanges[0].wait_at_root()
+    for source, target in ((2, 1), (1, 0)):
+        for _ in range(3):
+            network.deliver(source, target)
+    network.exchanges[0].wait_at_root()
+    assert network.exchanges[0].root_buffer is network.buffers[0]
+    assert torch.equal(network.buffers[0], torch.full((LENGTH,), 3.0))
 
 
 def test_a_root_is_not_done_before_its_sum_has_left() -> None:

@@ -201,7 +201,7 @@ def test_schedules_of_other_models_are_refused() -> None:
 
 
 def test_a_detail_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ValueError, match="detail: 'frame' is not known; allowed: auto, frames, fluid"):
+    with pytest.raises(ValueError, match=r"'frame' is not known; did you mean 'frames'. allowed: auto, frames, fluid"):
         Replay(workload(), one_switch(2)).predict(schedule(2, [all_reduce()]), detail="frame")  # type: ignore[arg-type]
 
 

@@ -178,6 +178,21 @@ def test_costs_of_hosts(constants: dict[str, float], seconds: float, detail: str
 
 
 @pytest.mark.parametrize("detail", ["frames", "fluid"])
+@pytest.mark.parametrize(
+    ("constants", "seconds"),
+    [
+        ({"frame_cost": 0.01}, 1.02),  # one hop
+        ({"reduce_rate": RATE}, 2.0),  # both roots add for a second
+        ({"copy_rate": RATE}, 4.0),  # packing, the copy of its own sum, and the copy into the gradient
+    ],
+)
+def test_costs_of_two_roots(constants: dict[str, float], seconds: float, detail: str) -> None:
+    transfers = [tree([-1, 0], 1, second_root=1)]
+    prediction = price(one_switch(2), transfers, detail, constants=IDEAL.model_copy(update=constants))
+    assert prediction.step_time == pytest.approx(seconds, rel=2e-2)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
 @pytest.mark.parametrize("transfers", [1, 2, 3, 4])
 def test_every_native_transfer_of_a_message_costs_its_pieces(transfers: int, detail: str) -> None:
     """A ring of two has two steps of two pieces each, which both hosts send and receive; two rings run at once."""
