@@ -88,7 +88,7 @@ def test_an_address_of_another_host_is_refused_with_its_interface(pool) -> None:
 def test_both_emulated_interfaces_carry_their_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: the chain 0 - 1 - 2 carries half of the data each way, over the first interface or the second."""
     monkeypatch.setattr(forked.Popen, "enters_namespaces", True)
-    half = 4 * (interface_calls.ELEMENTS // 2)
+    half, steps = 4 * (interface_calls.ELEMENTS // 2), 16
     cluster = two_interfaces([2.5e7] * 3, [2.5e7] * 3)
     with (
         EmulatedLaunch(cluster) as launch,
@@ -97,7 +97,9 @@ def test_both_emulated_interfaces_carry_their_tree(monkeypatch: pytest.MonkeyPat
         traffic = {}
         for interfaces in ((0, 1), (1, 0)):
             before = bytes_on_links(launch)
-            answers = live.run(interface_calls.summed, plan=plan_of(*interfaces), cluster=cluster.to_dict(), steps=4)
+            answers = live.run(
+                interface_calls.summed, plan=plan_of(*interfaces), cluster=cluster.to_dict(), steps=steps
+            )
             assert answers[0][0] == answers[1][0] == answers[2][0]
             traffic[interfaces] = {name: count - before[name] for name, count in bytes_on_links(launch).items()}
     for interfaces, counts in traffic.items():
@@ -110,7 +112,8 @@ def test_both_emulated_interfaces_carry_their_tree(monkeypatch: pytest.MonkeyPat
             ("n1", star, 1),
             ("n2", star, 1),
         ]:
-            assert counts[f"{name} > {switch}"] == pytest.approx(4 * copies * half, rel=0.15, abs=60_000)
+            # Besides, ranks agree on the schedule, over the first interface.
+            assert counts[f"{name} > {switch}"] == pytest.approx(steps * copies * half, rel=0.15)
 
 
 @pytest.mark.root
