@@ -36,7 +36,7 @@ def check_size(nodes: Sequence[Node]) -> None:
 
 def check_links(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
     """Raise ``ValueError`` if a link has an unknown end or occurs twice, or if only some links have a rate."""
-    known = [*(node.name for node in nodes), *switches]
+    known = dict.fromkeys([*(node.name for node in nodes), *switches])
     seen: set[frozenset[str]] = set()
     for index, link in enumerate(links):
         for field, name in (("a", link.a), ("b", link.b)):

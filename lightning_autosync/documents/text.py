@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 100
 """Number of characters of a wrong value in an error."""
+_MOST_ALLOWED = 1000
+"""Number of characters of a list of allowed names. Clusters may have thousands of nodes."""
 
 
 def shown(value: Any) -> str:
@@ -79,7 +81,7 @@ def unknown_name(name: Any, known: Collection[str], most: int = 1) -> str:
 def allowed_names(name: Any, known: Collection[str], most: int = 1) -> str:
     """The names that are allowed in place of a wrong one: first the nearest, ``most`` at most, and then all."""
     near = did_you_mean(str(name), known, most=most)
-    return f"{near and f'{near} '}allowed: {', '.join(known) or 'none'}"
+    return f"{near and f'{near} '}allowed: {shortened(', '.join(known), _MOST_ALLOWED) or 'none'}"
 
 
 def canonical(data: Any) -> str:

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine import Engine
+from lightning_autosync.engine import Engine, StepOverlap
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, require_success
 from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT
@@ -78,19 +78,21 @@ class ExactReplica(SynchronizedPasses):
         overlaps = settings.overlap if can_overlap(module) else None
         self._tuning = JobTuning(module, replace(settings, overlap=overlaps), nodes, devices, group, links)
         self._tuning.resolve()
-        follow_rank_zero(module, settings.initial_buffers, group)
-        self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
-        self._parameters = ParameterComparison(module, group)
-        self._weights = WeightComparison(module, settings.check_replicas, group)
-        self._overlap = make_overlap(module, settings)
         self._waits = WaitLog()
         self.scale: GradientScale | None = None
         self._shares: BatchShares | None = None
+        self._overlap: StepOverlap | None = None
         try:
+            follow_rank_zero(module, settings.initial_buffers, group)
+            self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
+            self._parameters = ParameterComparison(module, group)
+            self._weights = WeightComparison(module, settings.check_replicas, group)
+            self._overlap = make_overlap(module, settings)
             self._follow(self._start())
         except BaseException:
             if self._overlap is not None:
                 self._overlap.close()  # its hook is on all modules of the process
+            self._tuning.close()
             raise
 
     @classmethod

@@ -50,6 +50,7 @@ class Script:
         former: numbers of the passes that the first plan synchronized after the job had left it.
         tunes: whether the job said, in each of these passes, that another plan may be in use.
         measured: numbers of the passes after which links were measured, and why.
+        slowing: for each of these measurements, whether the plan became slower before it.
         clusters: links for which plans were opened beside a training that goes on.
         kept: whether the first plan was open after a pass for which it was not needed.
         mistaken: times that a trial got for passes of the plan for slow links, and that are not those of this plan.
@@ -63,6 +64,7 @@ class Script:
         self.former: list[int] = []
         self.tunes: list[bool] = []
         self.measured: list[tuple[int, str]] = []
+        self.slowing: list[bool] = []
         self.clusters: list[str] = []
         self.kept: list[bool] = []
         self.mistaken: list[float] = []
@@ -112,6 +114,7 @@ class Script:
 
         def note_measurement(tuning: JobTuning, reason: str, *slowing: Any) -> bool:
             self.measured.append((self.passes, reason))
+            self.slowing.append(slowing != (None,))
             return measure(tuning, reason, *slowing)
 
         def note_opening(replica: ExactReplica, schedule: Any, cluster: ClusterSpec, *arguments: Any) -> Any:
@@ -156,7 +159,7 @@ def recovery(trials: int, opens: bool = True, semantics: str = "exact", overlap:
     return {"distance": jobs.distance(ours, theirs), **{name: vars(script)[name] for name in NOTED}}
 
 
-NOTED = "former", "tunes", "measured", "clusters", "kept", "mistaken", "told"
+NOTED = "former", "tunes", "measured", "slowing", "clusters", "kept", "mistaken", "told"
 
 
 def follow_each_other(semantics: str = "exact", overlap: str | None = None) -> list[SyncPlan]:

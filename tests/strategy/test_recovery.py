@@ -26,7 +26,9 @@ def test_the_former_plan_shows_that_links_have_recovered(duo, options: dict[str,
         assert SLOWED < slow < SLOWED + 20
         assert why == "steps wait 200% longer than before"
         assert RECOVERED < again < RECOVERED + 60
-        assert reason == "the plan that was used before links became slower takes 0.1 s a step, and 0.1 s then"
+        words = "0.1 s, as against 0.3 s after links became slower and 0.1 s before"
+        assert reason == f"steps with the earlier plan are fast again: {words}"
+        assert found["slowing"] == [True, False]  # the plan for slow links does not become the earlier one
         in_vain = [number for number in found["former"] if number < RECOVERED]
         assert in_vain  # without a measurement
         assert len(found["former"]) - len(in_vain) == 2

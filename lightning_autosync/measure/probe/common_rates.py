@@ -1,7 +1,8 @@
-"""Common rates for links whose measured rates differ by noise alone.
+"""Common rates for links whose measured rates differ by about as much as measurements scatter.
 
 Trees for many ranks are packed by classes of nodes with equal links (:mod:`lightning_autosync.cluster.classes`).
-Without common rates, no two measured nodes would be alike.
+Without common rates, no two measured nodes would be alike. Truly different rates may become one, too: those with gaps
+below 2%, and within 15% in all. Among few ranks, trees need no classes, and rates stay as measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _LARGEST_SPAN = 0.15
 
 
 def with_common_rates(links: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The rates of links with one value for those that differ by noise alone: the lower median of these.
+    """The rates of links with one value for those that differ by little: the lower median of these.
 
     The ratio of the two directions is the same for most links. So its differences between links tell how far
     measurements scatter. Directions of a link that differ by noise get their mean first. Then neighbouring rates

@@ -11,6 +11,7 @@ import numpy
 from scipy.optimize import nnls
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
+from lightning_autosync.cluster.packing import EXACT_RANKS
 from lightning_autosync.measure.probe.common_rates import with_common_rates
 from lightning_autosync.measure.probe.survey import Flow, Survey
 
@@ -40,7 +41,7 @@ class Hosts:
 
 
 def make_cluster(name: str, hosts: Hosts, survey: Survey | None, latencies: Mapping[Flow, float]) -> ClusterSpec:
-    """The cluster that explains a survey. Rates that differ by noise alone get a common value.
+    """The cluster that explains a survey. Among many ranks, rates that differ by little get a common value.
 
     Args:
         survey: the measured rates; None for a single node. If there are several, they are then on one switch, and the
@@ -60,9 +61,10 @@ def make_cluster(name: str, hosts: Hosts, survey: Survey | None, latencies: Mapp
         switches, links = _links(survey, hosts.names)
         data |= {"switches": switches, "links": links}
         _set_latencies(data, hosts, latencies)  # which refuses rates that no link has
-        rates = with_common_rates([(link["bandwidth"], link["reverse_bandwidth"]) for link in links])
-        for link, (up, down) in zip(links, rates, strict=True):
-            link |= {"bandwidth": _round(up), "reverse_bandwidth": _round(down)}
+        if sum(map(len, hosts.ranks)) > EXACT_RANKS:
+            rates = with_common_rates([(link["bandwidth"], link["reverse_bandwidth"]) for link in links])
+            for link, (up, down) in zip(links, rates, strict=True):
+                link |= {"bandwidth": _round(up), "reverse_bandwidth": _round(down)}
     elif len(hosts.ranks) > 1:
         data |= {"switches": ["switch"], "links": [{"a": host, "b": "switch"} for host in hosts.names]}
     return ClusterSpec.from_dict(data, source="probe")

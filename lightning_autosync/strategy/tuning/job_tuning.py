@@ -222,6 +222,7 @@ class JobTuning:
             raise
         destroy_unused_groups()  # of plans that were only measured
         if not self._tries:
+            self._close_control()
             if self.resolution.alternatives:
                 self._ended = f"{_NO_OTHER}: {_ON_DEVICES if self._device != 'cpu' else _FIRST_ONLY}"
             self._record(engine)
@@ -287,7 +288,9 @@ class JobTuning:
     def _telling_plan(self) -> FormerPlan | None:
         """The plan from which links became slower, if its passes tell more about them than those of the present one."""
         former, found = self._former, self.resolution
-        if former is None or former.resolution.workload.fingerprint != found.workload.fingerprint:
+        if former is None or not former.is_bearable:
+            return None
+        if former.resolution.workload.fingerprint != found.workload.fingerprint:
             return None
         # Collectives of the backend have no pace, so they become faster as the links do.
         messages = () if found.schedule is None else found.schedule.messages

@@ -255,6 +255,7 @@ class LiveTuner:
     def _choose(self) -> int:
         """Choose the plan of the pass after the next one. A trial waits while an excursion is under way."""
         if self._excursions.under_way:
+            self._tuner.interrupt()
             former = self._excursions.following()
             self._awaited.append(former)
             return self._former if former else self._tuner.present
@@ -263,7 +264,7 @@ class LiveTuner:
 
     def _begins_excursion(self) -> bool:
         """Whether an excursion begins after the trials, so that ranks agree on times and plans in each pass again."""
-        if not self._excursions.is_due(self.passes) or self._times.under_way:
+        if not self._excursions.is_due(self.passes, self._tuner.usual_seconds) or self._times.under_way:
             return False
         self._forget_window()
         self._chosen.append(self._tuner.present)
@@ -273,6 +274,8 @@ class LiveTuner:
     def _look(self, former: bool, agreed: PassTimes) -> str:
         """Record the times of a pass in an excursion; returns why links should be measured again, empty if not."""
         reason = self._excursions.record(former, agreed)
+        if reason and self._drift is not None:
+            self._drift.slowing = None  # an earlier reason's
         if not self._excursions.under_way and self._former in self._engines:
             self._opening.discard([self._engines.pop(self._former)])
         return reason
@@ -363,7 +366,7 @@ class LiveTuner:
         if (plan := self._opening.plan) is not None:
             if not self._times.opening:  # at the end of the last pass, on any rank
                 self._take(plan)
-        elif self._excursions.is_due(self.passes):
+        elif self._excursions.is_due(self.passes, self._tuner.usual_seconds):
             self._excursions.begin(self.passes)
             self._opening.start(self._former)
         # The last candidate may still synchronize the next pass. It is closed before another one takes memory.

@@ -128,6 +128,7 @@ class BackgroundOpening:
 
     def discard(self, engines: Iterable[Engine]) -> None:
         """Close engines that are not in use, before any plan that is started later is opened."""
+        self._closings = [each for each in self._closings if not each.done() or each.exception() is not None]
         self._closings += [self._thread.submit(engine.release().close) for engine in engines]
 
     def close(self) -> None:
@@ -143,7 +144,7 @@ class BackgroundOpening:
                 self.take().close()
             elif not self._told and not isinstance(error, (OpeningError, PeerLost)):
                 warnings.warn(
-                    f"AutoSync: plan {self.plan} of the candidates was not open when trials ended, because opening it "
+                    f"AutoSync: a further plan (number {self.plan}) was not open when trials ended, because opening it "
                     f"failed: {type(error).__name__}: {error}",
                     stacklevel=2,
                 )

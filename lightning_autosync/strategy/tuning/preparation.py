@@ -109,6 +109,7 @@ def prepare(
             PREDICTOR.start()
         links = find_links(settings.cluster, nodes, devices, tuning.probe, settings.timeout)
     if links.fault or len(links.cluster.nodes) == 1:
+        PREDICTOR.end()  # it has started for nothing
         return Preparation(links, workload, key)
     if entry is not None and settings.cluster is None:
         earlier = replace(links, cluster=entry.cluster)

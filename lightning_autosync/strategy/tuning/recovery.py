@@ -25,6 +25,9 @@ _REST = 3
 former plan is opened: that takes CPU time."""
 _PASSES = 2
 """Passes of an excursion. Only the last one counts: in the first one, buffers and connections are new."""
+_SLOWEST = 5
+"""Largest ratio of the earlier plan's time after the change to that before. A slower one would hold the training up,
+and excursions would be so rare that measurements notice a recovery sooner."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class FormerPlan:
     resolution: Resolution
     usual: PassTimes
     slowed: PassTimes
+
+    @property
+    def is_bearable(self) -> bool:
+        """Whether its passes on slow links are short enough for excursions."""
+        return self.slowed.period <= _SLOWEST * self.usual.period
 
 
 class Excursions:
@@ -59,21 +67,26 @@ class Excursions:
     def __init__(self, former: FormerPlan | None, warm_up: int = 0) -> None:
         self._plan = former
         self._begun, self._next, self._patience = 0, max(LEAST, warm_up + 1), 1
+        self._cost = _PASSES * former.slowed.period if former is not None else 0.0
         self._left = 0
         self._present: list[float] = []
         self._former: list[PassTimes] = []
         self.under_way = False
 
-    def is_due(self, passes: int) -> bool:
+    def is_due(self, passes: int, present: float) -> bool:
         """Whether the next excursion may begin.
 
         Args:
             passes: number of passes so far.
+            present: usual seconds of a pass of the present plan; NaN if they are not known yet.
         """
-        return self._plan is not None and passes >= self._next and not self.under_way
+        if self._plan is None or passes < self._next or self.under_way:
+            return False
+        # Before the first excursion, its passes are expected to take as long as right after the change.
+        return bool(self._begun) or passes * SHARE * present >= self._cost - _PASSES * present
 
     def begin(self, passes: int) -> None:
-        """Begin an excursion: the former plan is being opened; arguments as for `is_due`."""
+        """Begin an excursion after so many passes: the former plan is being opened."""
         self._begun, self.under_way = passes, True
         self._present, self._former = [], []
 
@@ -114,7 +127,10 @@ class Excursions:
             self._patience *= 2
         passes = max(LEAST, _REST * len(self._present), round(cost / (SHARE * present)))
         self._next = self._begun + self._patience * passes
-        told = f"the plan that was used before links became slower takes {now:.3g} s a step, and {usual:.3g} s then"
+        told = (
+            f"steps with the earlier plan are fast again: {now:.3g} s, as against {slowed:.3g} s after links became "
+            f"slower and {usual:.3g} s before"
+        )
         return told if recovered else ""
 
     def _comparable(self, times: PassTimes) -> float:

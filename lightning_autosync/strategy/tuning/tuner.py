@@ -172,6 +172,10 @@ class Tuner:
         """Median seconds of a pass with the present plan; NaN before any was recorded."""
         return statistics.median(self._known) if self._known else math.nan
 
+    def interrupt(self) -> None:
+        """Passes that are not chosen by `following` come before the next one that is."""
+        self._last = -1
+
     def following(self) -> int:
         """Choose the plan for the next pass; returns its index."""
         plan, counts = self.present, self.opening is None  # the work of opening a plan disturbs passes

@@ -57,6 +57,7 @@ def test_an_unknown_name_is_told_with_the_nearest_one_and_all_others() -> None:
     assert unknown_name("prob", ["probe", "search"]) == "not known; did you mean 'probe'? allowed: probe, search"
     assert unknown_name("x", ["probe", "search"]) == "not known; allowed: probe, search"
     assert unknown_name(3, []) == "not known; allowed: none"
+    assert len(unknown_name("node", [f"node{number}" for number in range(16384)])) < 1100
 
 
 class Choices(Record):

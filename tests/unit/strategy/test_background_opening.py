@@ -63,6 +63,17 @@ def test_the_caller_goes_on_while_a_plan_is_opened() -> None:
     opening.close()
 
 
+def test_what_was_closed_is_forgotten() -> None:
+    opening = opening_of(lambda plan: Resources(str(plan), []))
+    for number in range(20):
+        opening.discard([Resources(str(number), [])])  # type: ignore[list-item]
+        opening.start(number)
+        settled(opening)
+        opening.take()
+    assert len(opening._closings) == 1
+    opening.close()
+
+
 def test_what_is_not_needed_is_closed_before_the_next_plan_is_opened() -> None:
     log: list[str] = []
 
@@ -143,7 +154,7 @@ def test_a_plan_that_was_not_taken_tells_an_unexpected_error(error: Exception, t
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opening.close()
-    text = f"plan 2 of the candidates was not open when trials ended, because opening it failed: {type(error).__name__}"
+    text = f"further plan (number 2) was not open when trials ended, because opening it failed: {type(error).__name__}"
     assert [text in str(each.message) for each in caught] == [True] * told
 
 

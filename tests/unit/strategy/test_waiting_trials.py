@@ -53,6 +53,24 @@ def test_what_a_pass_that_overlaps_costs_the_next_one_counts_for_overlap() -> No
     assert max(tuner.trials[0].passes) <= 32
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_pass_after_those_of_a_plan_outside_the_trial_does_not_count(interrupted: bool) -> None:
+    """The end of the pass before may lie in it, which belongs to that plan."""
+    tuner = Tuner([Candidate("overlaps", 0.27), Candidate("waiting", 0.3, waits=True)], warm_up=1)
+    while tuner.opening is None:
+        tuner.following()
+        tuner.record(0.28)
+    tuner.opened()
+    tuner.following()  # the candidate's first pass, which does not count
+    own = [tuner.following() for _ in range(2)]
+    assert own[0] == own[1]
+    assert tuner._awaited[-1] is not None
+    if interrupted:
+        tuner.interrupt()
+    assert tuner.following() == own[0]
+    assert (tuner._awaited[-1] is None) == interrupted
+
+
 @pytest.mark.parametrize(("present", "tried"), [(False, [2]), (True, [])])
 def test_while_steps_overlap_the_best_plan_that_waits_is_tried_whatever_was_predicted(
     present: bool, tried: list[int]
