@@ -5,9 +5,9 @@
 Each fault has a job of its own: two to four processes on this machine that train a small network on handwritten digits
 under a Trainer, exactly or relaxed, and save checkpoints; or that train and tune themselves; or several processes that
 tell trials to one study. In jobs that tune themselves, faults come around switches of plans: while links are measured,
-as a plan is opened, while it is tried, when tuning ends, when links are measured again, and while the plan of before a
-change is used. Everything is drawn from the seed. The log has a line for each fault as it ends, and the same command
-goes on with it. At the end there is a table: for each kind of fault
+as a plan is opened, while it is tried, when tuning ends, when links are measured again, and while the former plan shows
+whether links have recovered. Everything is drawn from the seed. The log has a line for each fault as it ends, and the
+same command goes on with it. At the end there is a table: for each kind of fault
 
 - *ok*, *ended*: jobs that went on to their end, and those that ended with an error on every rank that was left;
 - *hangs*: jobs that neither ended nor made a step in `BOUND` seconds;

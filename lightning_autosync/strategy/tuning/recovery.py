@@ -1,7 +1,7 @@
 """Notices that links have recovered, by a few passes of the plan that a job used before they became slower.
 
 A plan that avoids a slow link does not show that the link is as fast as before; nor does one whose connections are
-paced for it. The plan of before does, within two passes, while a measurement of the links pauses training for seconds.
+paced for it. The former plan does, within two passes. A measurement of the links would pause training for seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FormerPlan:
     """A plan, and its times before and after links became slower.
 
     Attributes:
-        resolution: the plan with the links of before. Its connections have the paces of these.
+        resolution: the plan, with the links as they were then. Its connections have the paces of these.
         usual: times of a pass before the change.
         slowed: times of a pass after it.
     """
