@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_autosync.engine.exchanges.base import Exchange
 from lightning_autosync.engine.exchanges.rows import RowExchange
+from lightning_autosync.engine.notes import Notes
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.schedule import Message
@@ -132,6 +133,7 @@ class DenseGradients(MessageGradients):
         exchange: the exchange that sums the buffer over ranks.
         world_size: number of ranks.
         as_views: whether gradients become views of the buffer, if it holds them in their parameter's memory layout.
+        notes: numbers that travel behind the buffer; None without.
     """
 
     exchange: Exchange
@@ -144,9 +146,11 @@ class DenseGradients(MessageGradients):
         exchange: Exchange,
         world_size: int,
         as_views: bool = False,
+        notes: Notes | None = None,
     ) -> None:
         super().__init__(message, parameters, world_size)
         self.exchange = exchange
+        self._notes = notes
         # A tensor as factor saves a microsecond per parameter. In a 16-bit dtype it would round the share itself.
         exact = buffer.device.type == "cpu" and buffer.dtype.itemsize >= 4
         self._share = torch.tensor(1.0 / world_size, dtype=buffer.dtype, device="cpu") if exact else 1.0 / world_size
@@ -216,6 +220,8 @@ class DenseGradients(MessageGradients):
         if self._changed:
             # Unchanged ranks add at most 1 each, so any changed rank makes the sum negative.
             self._counts.fill_(-self._world_size)
+        if self._notes is not None:
+            self._notes.fill()
         self.exchange.start()
 
     def finish(self) -> None:

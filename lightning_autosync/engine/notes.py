@@ -1,4 +1,4 @@
-"""`Notes`: a few numbers of each rank that travel with a native all-reduce, in place of one of their own."""
+"""`Notes`: a few numbers of each rank that travel with a message, in place of an exchange of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Notes:
     """The end of a message's buffer, in which each rank has a row of its own; the sum over ranks has all rows.
 
     Args:
-        room: [ranks * numbers], the memory; the all-reduce sums it in place.
+        room: [ranks * numbers], the memory, behind the message's own; the exchange sums it in place.
         rank: this rank.
         world_size: number of ranks.
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -40,9 +41,11 @@ from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,
     Message,
+    Round,
     RowBroadcast,
     Schedule,
     SharedMemoryReduce,
+    TreeTransfer,
     TwoLevelAllReduce,
 )
 from lightning_autosync.ports import ADDRESSES
@@ -240,11 +243,10 @@ class Resources:
             assert self._shared is not None
             buffer = self._shared.buffer(message.index, self._rank, dtype)
         else:
-            notes = self._note_count * self._world_size
-            carries = self.notes is None and _is_plain(message) and device.type == "cpu" and can_carry(dtype, notes)
-            buffer = self._zeros(message.numel + message.tail + notes * carries, dtype, device)
-            if carries:
-                return self._with_notes(message, parameters, buffer, notes)
+            room = self._note_count * self._world_size
+            if self.notes is None and _is_plain(message) and device.type == "cpu" and can_carry(dtype, room):
+                return self._with_notes(message, parameters, room, dtype)
+            buffer = self._zeros(message.numel + message.tail, dtype, device)
         exchange = self._low_rank(message, buffer) if len(message.rounds) > 1 else self._round(message, 0, buffer)
         return DenseGradients(message, parameters, buffer, exchange, self._world_size, self._as_views)
 
@@ -259,13 +261,15 @@ class Resources:
         return memory
 
     def _with_notes(
-        self, message: Message, parameters: list[nn.Parameter], memory: Tensor, notes: int
+        self, message: Message, parameters: list[nn.Parameter], room: int, dtype: torch.dtype
     ) -> MessageGradients:
-        """The gradients of a message behind which the notes travel, as the last elements of ``memory``."""
-        self.notes = Notes(memory[-notes:], self._rank, self._world_size)
-        reduces = [transfer for transfer in message.rounds[0].transfers if isinstance(transfer, AllReduce)]
-        exchange = AllReduceExchange(reduces, message, memory, self.group, self.notes)
-        return DenseGradients(message, parameters, memory[:-notes], exchange, self._world_size, self._as_views)
+        """The gradients of a message on the CPU, whose exchange has ``room`` more elements for the notes."""
+        memory = self._zeros(message.numel + message.tail + room, dtype, torch.device("cpu"))
+        self.notes = Notes(memory[-room:], self._rank, self._world_size)
+        exchange = self._round(_extended(message, room), 0, memory)
+        return DenseGradients(
+            message, parameters, memory[:-room], exchange, self._world_size, self._as_views, self.notes
+        )
 
     def _low_rank(self, message: Message, buffer: Tensor) -> Exchange:
         exchange = LowRankExchange(
@@ -361,9 +365,18 @@ def connected_interfaces(cluster: ClusterSpec, rank: int) -> tuple[int, str]:
 
 
 def _is_plain(message: Message) -> bool:
-    """Whether a message is all-reduced by the backend as it is."""
-    native = all(isinstance(transfer, AllReduce) for one in message.rounds for transfer in one.transfers)
-    return native and message.compressor.kind == "none"
+    """Whether all elements of a message are summed as they are, by the backend's all-reduce or along trees."""
+    transfers = [transfer for one in message.rounds for transfer in one.transfers]
+    return message.compressor.kind == "none" and all(isinstance(one, AllReduce | TreeTransfer) for one in transfers)
+
+
+def _extended(message: Message, room: int) -> Message:
+    """A message of one round, whose last transfer carries ``room`` more elements."""
+    (only,) = message.rounds
+    last = only.transfers[-1]
+    assert isinstance(last, AllReduce | TreeTransfer)
+    transfers = (*only.transfers[:-1], replace(last, stop=last.stop + room))
+    return replace(message, rounds=(Round(only.length + room, transfers),))
 
 
 def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) -> None:

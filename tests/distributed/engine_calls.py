@@ -73,6 +73,32 @@ def gradients(
         }
 
 
+def with_notes(topology: str, segment: int | None) -> tuple[list[list[float]], float]:
+    """The notes after each of three steps in which every rank writes its own, and the largest gap of gradients."""
+    torch.manual_seed(0)
+    module, plain, rank = Net().double(), Net().double(), dist.get_rank()
+    plain.load_state_dict(module.state_dict())
+    size = dist.get_world_size()
+    plan, cluster = _plan(module, "all_reduce", topology, size)
+    groups = tuple(group.model_copy(update={"segment": segment}) for group in plan.groups)
+    plan = plan.model_copy(update={"groups": groups})
+    found, gap = [], 0.0
+    with engine(module, plan, cluster, None, notes=2) as running:
+        assert running.notes is not None
+        for step, (images, labels) in enumerate(batches(rank, 3, torch.float64)):
+            for network in (module, plain):
+                network.zero_grad()
+            running.notes.write([step + rank, -rank])
+            for network in (module, plain):
+                nn.functional.cross_entropy(network(images), labels).backward()
+            assert running.notes.travelled
+            found.append(running.notes.largest())
+            for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+                dist.all_reduce(other.grad)
+                gap = max(gap, float((one.grad - other.grad / size).abs().max()))
+    return found, gap
+
+
 def accumulated(topology: str) -> list[float]:
     """The largest gaps to the mean of plain gradients: after accumulation, and on top of a synchronized one."""
     torch.manual_seed(0)

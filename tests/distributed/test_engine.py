@@ -57,6 +57,14 @@ def test_accumulated_gradients_are_averaged_once(pool, topology: str) -> None:
 TREES = ["star", "tree", "ring", "double_tree"]
 
 
+@pytest.mark.parametrize(("topology", "segment"), [("native", None), *crossed(TREES, [None, 1024])])
+def test_notes_of_all_ranks_travel_with_gradients_and_change_none(pool, topology: str, segment: int | None) -> None:
+    last = pool.world_size - 1
+    for found, gap in pool.run(engine_calls.with_notes, topology=topology, segment=segment):
+        assert found == [[step + last, 0] for step in range(3)]
+        assert gap < 1e-12
+
+
 @pytest.mark.parametrize(("topology", "compressor"), crossed(TREES, ["none", "bf16", "int8", "topk"]))
 def test_roots_know_the_norms_of_sums(pool, topology: str, compressor: str) -> None:
     found = pool.run(engine_calls.norms_of_roots, topology=topology, compressor=compressor)

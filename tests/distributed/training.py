@@ -73,7 +73,7 @@ def engine(
     workload: Workload | None = None,
     two_level: bool = False,
     waits: Waits = "backward",
-    **options: bool,
+    **options: Any,
 ) -> Iterator[Engine]:
     schedule = compile_plan(plan, workload or describe(module), cluster, two_level_collectives=two_level)
     running = Engine(variable_names(module), schedule, group=group, timeout=30.0, waits=waits, **options)

@@ -16,7 +16,6 @@ from lightning_autosync.engine.codecs import make_codec
 from lightning_autosync.engine.codecs.casts import CastCodec
 from lightning_autosync.engine.collectives import all_gather_single, new_group
 from lightning_autosync.engine.exchanges.base import CodedRange, Exchange, new_residual
-from lightning_autosync.engine.notes import Notes
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, TwoLevelAllReduce
 
@@ -27,9 +26,8 @@ class AllReduceExchange(Exchange):
     Args:
         transfers: the ranges.
         message: the message.
-        buffer: [numel + tail], and the room of ``notes`` behind it.
+        buffer: [numel + tail].
         group: the ranks; None is the default group.
-        notes: numbers that travel with the last range; None without. Their message has no cast.
     """
 
     def __init__(
@@ -38,19 +36,15 @@ class AllReduceExchange(Exchange):
         message: Message,
         buffer: Tensor,
         group: dist.ProcessGroup | None,
-        notes: Notes | None = None,
     ) -> None:
-        self._group, self._notes = group, notes
+        self._group = group
         self._buffer = buffer
         codec = make_codec(message.compressor, buffer.numel(), message.tail)
         self._codec = codec if isinstance(codec, CastCodec) else None
         self._wire = torch.empty_like(buffer, dtype=self._codec.dtype) if self._codec is not None else buffer
         self.residual = new_residual(message, buffer)
         self._body = buffer.numel() - message.tail
-        stops = [transfer.stop for transfer in transfers]
-        if notes is not None:
-            stops[-1] = buffer.numel()
-        self._ranges = [self._wire[transfer.start : stop] for transfer, stop in zip(transfers, stops, strict=True)]
+        self._ranges = [self._wire[transfer.start : transfer.stop] for transfer in transfers]
         self._works: list[dist.Work] = []
         self._watcher: Callable[[], None] | None = None
 
@@ -60,8 +54,6 @@ class AllReduceExchange(Exchange):
     def start(self) -> None:
         if self._codec is not None:
             self._narrow(self._codec)
-        if self._notes is not None:
-            self._notes.fill()
         self._works = [dist.all_reduce(part, group=self._group, async_op=True) for part in self._ranges]
         for work in self._works:
             _watch(work, self._watcher)
