@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 import numpy
@@ -93,3 +94,8 @@ class Prediction:
     frames: int
     taking: tuple[float, ...] = field(repr=False, compare=False)
     passing: float = field(repr=False, compare=False)
+
+    @property
+    def busy(self) -> float:
+        """Utilization of the shared cores, or on average of the cores that communicate."""
+        return fmean(self.hosts) if self.cores is None else self.cores

@@ -35,7 +35,7 @@ from lightning_autosync.plan.builders.rows import place_rows, serve_rows
 from lightning_autosync.plan.space import Block, Domain, Genome, PlanSpace
 from lightning_autosync.plan.space.domains import JOIN
 from lightning_autosync.plan.topologies import method as find_method
-from lightning_autosync.replay import Constants, Replay, synchronization_bound, warm_up
+from lightning_autosync.replay import Constants, Prediction, Replay, synchronization_bound, warm_up
 from lightning_autosync.search.features import Floats, squared_distance
 from lightning_autosync.search.population import Candidate, Population
 from lightning_autosync.workload import Workload
@@ -76,12 +76,15 @@ class PredictedPlan:
         origin: name of the plan's builder, or ``search``.
         balanced: the same with a computation that lasts as long as gradients need on the links, if the workload has
             none; None if there was no time to predict it, or if it was not asked for.
+        busy: the part of the cores that communication uses in that step (see `Prediction.busy`); 0 if it was not
+            predicted beside an assumed computation.
     """
 
     plan: SyncPlan
     seconds: float
     origin: str
     balanced: float | None
+    busy: float = 0.0
 
 
 def rank_plans(
@@ -166,13 +169,16 @@ def _beside_computation(
     compared with it.
     """
     workload = _balanced(workload, cluster, found[0].seconds)
-    replay, steps = Replay(workload, cluster, costs), dict[int, float]()
+    replay, steps = Replay(workload, cluster, costs), dict[int, Prediction]()
     for place in sorted(range(len(found)), key=lambda place: not is_native(found[place].origin)):
         if budget.is_spent():
             break
         schedule = compile_plan(found[place].plan, workload, cluster, two_level_collectives=native_only)
-        steps[place] = replay.predict(schedule).step_time
-    return [replace(each, balanced=steps.get(place)) for place, each in enumerate(found)]
+        steps[place] = replay.predict(schedule)
+    return [
+        replace(each, balanced=steps[place].step_time, busy=steps[place].busy) if place in steps else each
+        for place, each in enumerate(found)
+    ]
 
 
 def _computes(workload: Workload) -> bool:

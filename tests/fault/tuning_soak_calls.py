@@ -124,7 +124,7 @@ def tuning(rank: int, injection: Meets, seed: int) -> Iterator[None]:
         made = [builders.build(name, workload, cluster).to_dict() for name in PLANS]
         found = zip(made, seconds, PLANS, strict=True)
         return sorted(
-            ({"plan": p, "seconds": s, "origin": o, "balanced": None} for p, s, o in found),
+            ({"plan": p, "seconds": s, "origin": o, "balanced": None, "busy": 0.0} for p, s, o in found),
             key=lambda each: each["seconds"],
         )
 

@@ -46,6 +46,7 @@ class Alternative:
         native: whether it is the plan of DDP.
         balanced: predicted seconds of a step whose computation lasts as long as gradients need on the links; None if
             that was not predicted.
+        busy: the part of the cores that communication uses in such a step.
     """
 
     plan: SyncPlan
@@ -53,6 +54,7 @@ class Alternative:
     predicted: float
     native: bool = False
     balanced: float | None = None
+    busy: float = 0.0
 
     def waiting(self) -> Alternative:
         """The same, but steps wait at the end of the backward pass, also with ``overlap="step"``."""

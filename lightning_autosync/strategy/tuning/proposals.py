@@ -201,7 +201,9 @@ def search_plans(
 
     options = _search_options(tuning, bucket_bytes, overlaps=overlaps)
     ranked = rank_plans(workload, links.cluster, constants=links.constants, **options)
-    return _marked([Alternative(each.plan, each.origin, each.seconds, balanced=each.balanced) for each in ranked])
+    return _marked(
+        [Alternative(each.plan, each.origin, each.seconds, balanced=each.balanced, busy=each.busy) for each in ranked]
+    )
 
 
 def _search_options(
@@ -244,7 +246,13 @@ def _search(
         formulas = plans_by_formula(workload, links.cluster, settings.bucket_bytes, cost)
         found = sorted(formulas, key=lambda each: each.seconds)
         plans = [
-            {"plan": each.plan.to_dict(), "seconds": each.seconds, "origin": each.builder, "balanced": None}
+            {
+                "plan": each.plan.to_dict(),
+                "seconds": each.seconds,
+                "origin": each.builder,
+                "balanced": None,
+                "busy": 0.0,
+            }
             for each in found
         ]
         remark = f". These times are from formulas. {error}"
@@ -286,6 +294,9 @@ DDP = native_name(DDP_BUCKETS)
 """Name of DDP's plan, if `NATIVE` has other messages than DDP."""
 
 
+_BUSY = 0.1
+"""Part of a step's time that a plan may take longer if it keeps no core busy in place of all. Predictions cannot tell
+such plans apart by time, and other programs of the hosts need the cores, too."""
 _GAIN_WITH_OVERLAP = 1.02
 """Predicted speedup over a native all-reduce that a first plan needs with overlap. It is smaller than `LEAST_GAIN`,
 because the user asked for overlap, and native all-reduces hide almost nothing behind the next forward pass."""
@@ -293,7 +304,7 @@ because the user asked for overlap, and native all-reduces hide almost nothing b
 
 def _alternative(found: dict[str, Any]) -> Alternative:
     plan = SyncPlan.from_dict(found["plan"], source="rank 0's search")
-    return Alternative(plan, found["origin"], found["seconds"], balanced=found["balanced"])
+    return Alternative(plan, found["origin"], found["seconds"], balanced=found["balanced"], busy=found["busy"])
 
 
 def _marked(plans: Sequence[Alternative]) -> list[Alternative]:
@@ -306,9 +317,10 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     """The plans with the one to begin with first.
 
     It is predicted to be (almost) the fastest if only links count, and among such plans the fastest beside a
-    computation that lasts as long as gradients need on the links, because the job's own computation is unknown. It is a
-    native all-reduce if no other plan is predicted to be more than 5% faster on the links (2% with overlap), or if the
-    other one is predicted to be more than 5% slower beside that computation.
+    computation that lasts as long as gradients need on the links, because the job's own computation is unknown. Of
+    plans that are about as fast, it is the one that uses least of the cores. It is a native all-reduce if no other plan
+    is predicted to be more than 5% faster on the links (2% with overlap), or if the other one is predicted to be more
+    than 5% slower beside that computation.
 
     Args:
         ranked: plans as from `search_plans`.
@@ -323,7 +335,7 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     unfitted = [each for each in near if each.name != SEARCHED] if overlaps else near
     best = fastest = next(iter(unfitted), best)
     if all(each.balanced is not None for each in unfitted):
-        best = min(unfitted, key=_balanced, default=best)
+        best = min(unfitted, key=_cost, default=best)
     usual = min(natives, key=_balanced)
     if ddp.balanced is None or ddp.balanced <= LEAST_GAIN * _balanced(usual):
         usual = ddp
@@ -363,6 +375,10 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
 
 def _balanced(plan: Alternative) -> float:
     return math.inf if plan.balanced is None else plan.balanced
+
+
+def _cost(plan: Alternative) -> float:
+    return _balanced(plan) * (1 + _BUSY * plan.busy)
 
 
 def _native_text(plan: Alternative) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import count
+from statistics import mean
 from typing import Any
 from unittest.mock import Mock
 
@@ -166,7 +167,19 @@ def test_a_known_computation_is_not_assumed(found: list[PredictedPlan]) -> None:
 
 
 def test_plans_for_which_there_was_no_time_have_no_second_prediction() -> None:
-    assert [one.balanced for one in ranked(UNKNOWN, seconds=0.0)] == [None, None]
+    assert [(one.balanced, one.busy) for one in ranked(UNKNOWN, seconds=0.0)] == [(None, 0.0)] * 2
+
+
+@pytest.mark.parametrize("cores", [None, 2.0])
+def test_beside_an_assumed_computation_the_use_of_the_cores_is_predicted(cores: float | None) -> None:
+    found = ranked(UNKNOWN, constants=Constants(cores=cores))
+    best = found[0].seconds
+    computing = UNKNOWN.model_copy(update={"forward_time": best / 3, "backward_time": 2 * best / 3})
+    replay = Replay(computing, STAR, Constants(cores=cores))
+    for one in found:
+        predicted = replay.predict(compile_plan(one.plan, computing, STAR))
+        assert one.busy == pytest.approx(mean(predicted.hosts) if cores is None else predicted.cores)
+        assert one.busy > 0
 
 
 def test_native_plans_come_first_in_the_second_prediction() -> None:

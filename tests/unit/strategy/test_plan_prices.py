@@ -198,7 +198,7 @@ def test_a_job_that_may_overlap_also_has_the_plans_of_one_that_waits(monkeypatch
         assert balances == overlaps  # nothing reads what plans that wait take beside a computation
         best = "byteps" if overlaps else "ps"
         return [
-            {"plan": plans[name], "seconds": 1.0 + (name != best), "origin": name, "balanced": 1.0}
+            {"plan": plans[name], "seconds": 1.0 + (name != best), "origin": name, "balanced": 1.0, "busy": 0.0}
             for name in (best, "all_reduce")
         ]
 
@@ -221,6 +221,16 @@ def alternatives(prices: dict[str, tuple[float, float | None]]) -> list[proposal
     plan = builders.build(NATIVE, WORKLOAD, PAIR)
     made = [proposals.Alternative(plan, name, one, balanced=other) for name, (one, other) in prices.items()]
     return proposals._marked(made)
+
+
+@pytest.mark.parametrize(("later", "busy", "first"), [(1.01, 0.3, "calm"), (1.01, 0.1, "busy"), (1.03, 0.3, "busy")])
+def test_of_plans_that_are_about_as_fast_a_job_begins_with_the_one_that_uses_less_of_the_cores(
+    later: float, busy: float, first: str
+) -> None:
+    plans = alternatives({"busy": (1.0, 2.0), "calm": (1.0, 2.0 * later), proposals.DDP: (2.0, 4.0)})
+    plans[:2] = [replace(plans[0], busy=busy + 0.05), replace(plans[1], busy=0.05)]
+    found = proposals.order_plans(plans, proposals.JobLinks(PAIR, Constants()))
+    assert found.plans[0].name == first
 
 
 MIB_1 = native_name("1 MiB")
