@@ -37,6 +37,9 @@ _SOURCE = "the order of a job"
 
 def main(parent: int) -> None:
     """Answer orders until the process ``parent`` ends."""
+    # A Ctrl-C at the terminal is for the job. With a session of its own, which has the same effect, it would have a
+    # share of the cores of its own on Linux (`man 7 sched`, autogroups), whatever its priority.
+    os.setpgid(0, 0)
     replies = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no reply
     loading = threading.Thread(target=_load, daemon=True)

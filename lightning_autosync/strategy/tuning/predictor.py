@@ -141,7 +141,6 @@ class Predictor:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                start_new_session=True,  # a Ctrl-C at the terminal is for the job
             )
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)

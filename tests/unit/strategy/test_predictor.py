@@ -99,6 +99,14 @@ def test_one_process_without_torch_and_sockets_serves_all_orders(own: Predictor)
 
 
 @pytest.mark.usefixtures("new_interpreters")
+def test_its_priority_counts_beside_the_job_and_a_key_press_at_the_terminal_does_not_end_it(own: Predictor) -> None:
+    predicted(own)
+    number = int(process_of(own).name)
+    assert os.getsid(number) == os.getsid(0)  # Linux shares the cores between sessions first
+    assert os.getpgid(number) == number  # Ctrl-C goes to a process group
+
+
+@pytest.mark.usefixtures("new_interpreters")
 def test_it_loads_its_code_without_an_order(own: Predictor) -> None:
     own.start()
     process = process_of(own)
