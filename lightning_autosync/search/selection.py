@@ -76,8 +76,8 @@ class PredictedPlan:
         origin: name of the plan's builder, or ``search``.
         balanced: the same with a computation that lasts as long as gradients need on the links, if the workload has
             none; None if there was no time to predict it, or if it was not asked for.
-        busy: the part of the cores that communication uses in that step (see `Prediction.busy`); 0 if it was not
-            predicted beside an assumed computation.
+        busy: utilization of the cores in that step (see `Prediction.busy`); 0 if ``balanced`` was not predicted beside
+            an assumed computation.
     """
 
     plan: SyncPlan

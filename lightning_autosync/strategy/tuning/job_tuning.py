@@ -383,11 +383,9 @@ class JobTuning:
         ended, reason = tuner.ended, tuner.after_pass()
         if self._meter is not None and schedule is not None:
             self._meter.add(tuner.trace, schedule)
-        if reason:
-            return self._measure_again(reason, tuner.slowing)
         if tuner.ended and not ended:
             self._remember(tuner)
-        return False
+        return bool(reason) and self._measure_again(reason, tuner.slowing)
 
     def _remember(self, tuner: LiveTuner) -> None:
         """Keep what the tuner has found so far for later jobs."""

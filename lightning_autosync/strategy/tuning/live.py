@@ -46,7 +46,7 @@ class Alternative:
         native: whether it is the plan of DDP.
         balanced: predicted seconds of a step whose computation lasts as long as gradients need on the links; None if
             that was not predicted.
-        busy: the part of the cores that communication uses in such a step.
+        busy: predicted utilization of the cores in such a step.
     """
 
     plan: SyncPlan
@@ -247,7 +247,7 @@ class LiveTuner:
                 rank_zero_info(f"AutoSync: {report_of(trial, self._alternatives)}")
             if self._chosen[-1] == _END:  # all ranks have agreed on that
                 self._finish()
-                return ""
+                return reason
         self._open_next()
         self._chosen.append(self._choose())
         self._follow()

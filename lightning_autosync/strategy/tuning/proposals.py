@@ -294,9 +294,9 @@ DDP = native_name(DDP_BUCKETS)
 """Name of DDP's plan, if `NATIVE` has other messages than DDP."""
 
 
-_BUSY = 0.1
-"""Part of a step's time that a plan may take longer if it keeps no core busy in place of all. Predictions cannot tell
-such plans apart by time, and other programs of the hosts need the cores, too."""
+_ALIKE = 1.01
+"""Plans whose predicted times have at most this ratio are taken to be equally fast: predictions are no better. The one
+that uses least of the cores is then the best, because other programs of the hosts need them, too."""
 _GAIN_WITH_OVERLAP = 1.02
 """Predicted speedup over a native all-reduce that a first plan needs with overlap. It is smaller than `LEAST_GAIN`,
 because the user asked for overlap, and native all-reduces hide almost nothing behind the next forward pass."""
@@ -333,15 +333,17 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     near = [each for each in ranked if each.predicted < LEAST_GAIN * best.predicted]
     # With overlap, the search fits plans to a computation that is assumed, and builders do not.
     unfitted = [each for each in near if each.name != SEARCHED] if overlaps else near
-    best = fastest = next(iter(unfitted), best)
+    best = fastest = quick = next(iter(unfitted), best)
     if all(each.balanced is not None for each in unfitted):
-        best = min(unfitted, key=_cost, default=best)
+        quick = min(unfitted, key=_balanced, default=best)
+        alike = [each for each in unfitted if _balanced(each) <= _ALIKE * _balanced(quick)]
+        best = min(alike, key=lambda each: each.busy, default=best)
     usual = min(natives, key=_balanced)
     if ddp.balanced is None or ddp.balanced <= LEAST_GAIN * _balanced(usual):
         usual = ddp
     least_gain = _GAIN_WITH_OVERLAP if overlaps else LEAST_GAIN
     faster = native.predicted > least_gain * fastest.predicted
-    suits = best.balanced is None or best.balanced <= LEAST_GAIN * _balanced(usual)
+    suits = quick.balanced is None or quick.balanced <= LEAST_GAIN * _balanced(usual)
     first = best if faster and suits else usual
     cost = links.constants.shared_host_cost(links.cluster.world_size)
     sized = links.cluster.measured and ddp.name == DDP  # the user left the sizes of messages to the search
@@ -375,10 +377,6 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
 
 def _balanced(plan: Alternative) -> float:
     return math.inf if plan.balanced is None else plan.balanced
-
-
-def _cost(plan: Alternative) -> float:
-    return _balanced(plan) * (1 + _BUSY * plan.busy)
 
 
 def _native_text(plan: Alternative) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from clusters import two_interfaces
@@ -13,7 +15,7 @@ from clusters import two_interfaces
 from lightning_autosync.cluster import ClusterSpec, pack_trees
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.replay import Constants
-from lightning_autosync.strategy.tuning import job_tuning
+from lightning_autosync.strategy.tuning import job_tuning, live
 from lightning_autosync.strategy.tuning.drift import DriftWatch, median_times
 from lightning_autosync.strategy.tuning.job_tuning import JobTuning
 from lightning_autosync.strategy.tuning.pass_times import OverlappingTimes, OwnTimes, PassTimes
@@ -130,6 +132,18 @@ def test_so_they_are_if_steps_are_much_longer_than_before_trials(period: float, 
     drift.compare_with(0.2, "before")
     reasons = [drift.record(PassTimes(period, 0.0, period)) for _ in range(20)]
     assert [reason for reason in reasons if reason] == [f"a step takes {period} s, and 0.2 s before"] * measured
+
+
+def test_a_change_that_shows_in_the_pass_with_which_trials_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = live.LiveTuner.__new__(live.LiveTuner)
+    times = mock.Mock(under_way=1)
+    found: dict[str, Any] = {"_times": times, "_tuner": mock.Mock(trials=[]), "_awaited": deque([None])}
+    vars(tuner).update(found, _chosen=deque([live._END]))
+    monkeypatch.setattr(live.LiveTuner, "_reprice", mock.Mock())
+    monkeypatch.setattr(live.LiveTuner, "_watch_in_trials", lambda *_: "steps wait longer")
+    monkeypatch.setattr(live.LiveTuner, "_finish", finish := mock.Mock())
+    assert tuner._try(mock.Mock()) == "steps wait longer"
+    finish.assert_called_once()
 
 
 def measured_again(
