@@ -135,5 +135,6 @@ def needed_for(feature: str) -> Iterator[None]:
         if package not in EXTRAS:  # such as a part of a package that is installed
             raise
         raise MissingPackageError(
-            f'{feature} needs {package}, which is not installed: pip install "lightning-autosync[{EXTRAS[package]}]"'
+            f'{feature} needs {package}, which is not installed: pip install ".[{EXTRAS[package]}]" in a checkout of '
+            "lightning-autosync"
         ) from None

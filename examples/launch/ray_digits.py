@@ -1,6 +1,6 @@
 """AutoSync in two workers of Ray Train: ``python examples/launch/ray_digits.py``.
 
-Needs ``pip install 'lightning-autosync[ray]'``. It trains on the Ray cluster that this node belongs to, or else on this
+Needs ``pip install '.[ray]'`` in a checkout. It trains on the Ray cluster that this node belongs to, or else on this
 machine.
 """
 

@@ -1,4 +1,4 @@
-"""The command ``autosync VERB key=value ...``: every verb is a Hydra application."""
+"""The command ``autosync SUBCOMMAND key=value ...``: every subcommand (verb) is a Hydra application."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightning_autosync import interrupts
 from lightning_autosync.errors import AutoSyncError, DocumentError, UnwritableError, needed_for
 
 VERBS = {
-    "bench": "measure contenders side by side on this machine",
-    "cache": "list, show or clear the plans that jobs have tuned themselves",
+    "bench": "measure contenders side by side, on one machine or on several",
+    "cache": "list, show or clear the plans that earlier jobs found and saved",
     "collect": "measure drawn plans, for simulators to learn from",
     "converge": "compare methods by the metric they reach, and how soon",
     "fit": "train simulators on measured plans and compare them",
@@ -127,15 +127,15 @@ def _unknown_verb(verb: str) -> str:
 
     meant = {verb: f"'{verb}'" for verb in VERBS} | {"help": "'--help'"}
     if near := did_you_mean(verb.lstrip("-"), meant, meant.__getitem__):
-        return f"autosync: '{verb}' is not a verb; {near} autosync --help lists the verbs"
-    return f"autosync: '{verb}' is not a verb\n\n{usage()}"
+        return f"autosync: '{verb}' is not a subcommand; {near} autosync --help lists them"
+    return f"autosync: '{verb}' is not a subcommand\n\n{usage()}"
 
 
 def usage() -> str:
     """The usage with one verb per line."""
     lines = [f"  {verb:10} {purpose}" for verb, purpose in VERBS.items()]
-    keys = "autosync VERB --help lists the keys."
-    return "\n".join(["usage: autosync VERB key=value ...", "       autosync --version", "", *lines, "", keys])
+    keys = "autosync SUBCOMMAND --help lists the keys."
+    return "\n".join(["usage: autosync SUBCOMMAND key=value ...", "       autosync --version", "", *lines, "", keys])
 
 
 def run_verb(verb: str) -> None:

@@ -1,4 +1,4 @@
-"""``autosync cache``: list, show or clear the plans that jobs have tuned themselves."""
+"""``autosync cache``: list, show or clear the plans that earlier jobs found and saved."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class StaleReads(TorchDispatchMode):
         for (name, parameter), (first, last) in zip(self._parameters, self._places, strict=True):
             if start < last and first < stop and _step_due(parameter) is not None:
                 raise ExchangeError(
-                    f"{func} uses the memory of parameter '{name}' before the step that is due for it; use the "
+                    f"{func} uses the memory of parameter '{name}' before its deferred optimizer step; use the "
                     "parameter itself, or call strategy.settle() first"
                 )
 
@@ -84,8 +84,8 @@ class StaleStates(defaultdict[Any, Any]):
             due = _step_due(parameter)
             if due is not None and due.owner.failure is None:
                 raise ExchangeError(
-                    f"optimizer.state is read for a parameter of shape {tuple(parameter.shape)} before the step that "
-                    "is due for it; use optimizer.state_dict(), or call strategy.settle() first"
+                    f"optimizer.state is read for a parameter of shape {tuple(parameter.shape)} before its deferred "
+                    "optimizer step; use optimizer.state_dict(), or call strategy.settle() first"
                 )
 
 

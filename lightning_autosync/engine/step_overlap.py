@@ -125,7 +125,7 @@ class StepOverlap:
                 return
             if torch.jit.is_tracing():
                 raise ExchangeError(
-                    "overlap='step': torch.jit.trace would record the optimizer's step that is due; call "
+                    "overlap='step': torch.jit.trace would record a deferred optimizer step; call "
                     "strategy.settle() before it"
                 )
             self._step_meanwhile(index)

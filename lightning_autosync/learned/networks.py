@@ -49,9 +49,9 @@ def load_dgl() -> ModuleType:
 
 def _refusal(why: str) -> SimulatorError:
     return SimulatorError(
-        f"dgl: {why}; 'attention' needs it, and so does the training of 'hetero': pip install "
-        '"lightning-autosync[learn]" (dgl>=1.1.3,<2; Python 3.11 or older), or use simulator=pretrained, linear, '
-        "recurrent or replay"
+        f"dgl: {why}; 'attention' needs it, and so does the training of 'hetero': "
+        'pip install ".[learn]" in a checkout of lightning-autosync (dgl>=1.1.3,<2; Python 3.11 or older), or use '
+        "simulator=pretrained, linear, recurrent or replay"
     )
 
 

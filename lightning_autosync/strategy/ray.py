@@ -1,4 +1,4 @@
-"""`RayAutoSyncStrategy`: for Trainers in the workers of Ray Train. Needs ``pip install 'lightning-autosync[ray]'``."""
+"""`RayAutoSyncStrategy`: for Trainers in the workers of Ray Train. Needs the extra ``ray``."""
 
 from __future__ import annotations
 

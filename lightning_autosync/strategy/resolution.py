@@ -163,11 +163,12 @@ def fall_back(resolution: Resolution, error: OpeningError) -> Resolution:
         raise error
     rest = [each for each in resolution.alternatives[1:] if each is not native]
     waits = " that waits at the end of the backward pass" if native.plan.waits else ""
+    name = resolution.alternatives[0].name
     return replace(
         resolution,
         plan=native.plan,
         schedule=compile_plan(native.plan, resolution.workload, resolution.cluster),
-        reason=f"fused native all-reduce{waits}, because ranks cannot open {resolution.alternatives[0].name}: {error}",
+        reason=f"fused native all-reduce{waits}, because ranks cannot set up {name}: {error}",
         alternatives=[native, *rest],
     )
 

@@ -14,8 +14,11 @@ missing.hide()
 import torch  # noqa: E402
 
 import lightning_autosync  # noqa: E402
+from lightning_autosync.strategy.tuning import predictor  # noqa: E402
 
 torch.set_num_threads(1)
+# Rank 0 starts a new process for the search.
+predictor._PROGRAM = predictor._PROGRAM.replace("from ", "import missing; missing.hide(); from ", 1)
 
 
 def main() -> None:

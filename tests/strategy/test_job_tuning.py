@@ -81,7 +81,7 @@ def test_a_plan_that_a_rank_cannot_open_is_given_up_on_all_ranks(duo) -> None:
     for found in duo.run(tuning_jobs.unopenable, at_first=False):
         assert found["distance"] < 1e-5
         assert found["report"]["tuning"].startswith("ended")
-        told = [line for line in found["logged"] if "is not tried, because ranks cannot open it: rank " in line]
+        told = [line for line in found["logged"] if "is not tried, because ranks cannot set it up: rank " in line]
         assert told
         assert all("rank 1" in line and "Training continues with all_reduce" in line for line in told)
 
@@ -90,7 +90,7 @@ def test_a_plan_for_which_a_rank_has_no_memory_is_given_up_on_all_ranks(duo) -> 
     for found in duo.run(tuning_jobs.without_memory):
         assert found["distance"] < 1e-5
         assert found["trials"] == 0
-        assert any("cannot open it: rank 1: its host has 0 B of memory left" in line for line in found["logged"])
+        assert any("cannot set it up: rank 1: its host has 0 B of memory left" in line for line in found["logged"])
 
 
 def test_no_step_waits_until_a_plan_is_open(duo) -> None:
@@ -116,7 +116,7 @@ def test_a_plan_that_was_tried_leaves_no_buffers_in_memory(duo) -> None:
 def test_a_job_that_cannot_open_its_first_plan_begins_with_that_of_ddp_and_remembers_nothing(duo, tmp_path) -> None:
     for found in duo.run(tuning_jobs.unopenable, at_first=True, folder=str(tmp_path)):
         assert found["distance"] < 1e-5
-        assert "fused native all-reduce, because ranks cannot open " in found["report"]["reason"]
+        assert "fused native all-reduce, because ranks cannot set up " in found["report"]["reason"]
         assert "rank 1" in found["report"]["reason"]
         assert found["report"]["tuning"].startswith("ended")
     assert list(TuningCache(tmp_path).entries()) == []
@@ -246,9 +246,9 @@ def test_a_job_goes_on_with_the_trials_of_one_that_ended_before_them(duo, tmp_pa
 
 def test_a_plan_for_slow_links_is_not_taken_once_links_have_recovered(duo, tmp_path) -> None:
     for first, second in duo.run(tuning_jobs.recovered_links, folder=str(tmp_path)):
-        assert "predicted for measured" in first["reason"]
+        assert "predicted from the measured" in first["reason"]
         assert "an earlier job" not in second["reason"]
-        assert "links measured in 0.1 s" in second["links"]
+        assert "link speeds measured by this job (in 0.1 s)" in second["links"]
         assert second["cluster"] == "pair"
 
 
@@ -271,7 +271,7 @@ def test_links_that_change_are_planned_for_again(duo, options: dict[str, Any]) -
         assert found["windows"] > 3
         assert "measured" in found["report"]["links"]
         assert found["report"]["checks"][0].startswith("links were measured again in ")
-        assert "predicted for measured" in found["report"]["reason"]
+        assert "predicted from the measured" in found["report"]["reason"]
 
 
 @pytest.mark.parametrize(

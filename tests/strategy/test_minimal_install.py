@@ -29,7 +29,8 @@ def test_two_processes_train_without_any_optional_package(tmp_path: Path) -> Non
     told = json.loads(result.read_text())
     assert "sums in shared memory" in told["on one host"]["reason"]
     searched = told["on two hosts"]
-    lacks = 'The simulation of plans needs numba, which is not installed: pip install "lightning-autosync[tune]"'
+    install = 'pip install ".[tune]" in a checkout of lightning-autosync'
+    lacks = f"The simulation of plans needs numba, which is not installed: {install}"
     assert searched["reason"].endswith(f"These times are from formulas. {lacks}")
     assert lacks in done.stderr + done.stdout
     # DDP's plan, which is as good as any other between two ranks, and the one that suits the links.

@@ -78,7 +78,7 @@ def told() -> dict[str, str]:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_names_the_package_and_the_extra(feature: str, told: dict[str, str]) -> None:
     subject, package = FEATURES[feature]
-    install = f'pip install "lightning-autosync[{EXTRAS[package]}]"'
+    install = f'pip install ".[{EXTRAS[package]}]" in a checkout of lightning-autosync'
     assert told[feature] == f"{subject} needs {package}, which is not installed: {install}"
 
 

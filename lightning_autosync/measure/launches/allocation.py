@@ -61,7 +61,7 @@ class Allocation:
         if len(hosts) != len(counts):
             raise LaunchError(
                 f"launch=slurm: SLURM names {len(hosts)} nodes ('{nodes}'), and tasks for {len(counts)} ('{tasks}'); "
-                "start the verb in the batch script, without srun"
+                "start the subcommand in the batch script, without srun"
             )
         return cls(job, dict(zip(hosts, counts, strict=True)))
 
@@ -87,8 +87,8 @@ def open_allocation(shape: tuple[int, int] | None, parameters: Mapping[str, Any]
     """
     if is_slurm_task():
         raise LaunchError(
-            "launch=slurm: srun started this verb several times, but it starts its workers itself; start it once, "
-            "without srun, in the batch script"
+            "launch=slurm: srun started this subcommand several times, but it starts its workers itself; start it "
+            "once, without srun, in the batch script"
         )
     for tool in ("srun", "scontrol"):
         require_tool(tool)

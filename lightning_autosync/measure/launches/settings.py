@@ -181,7 +181,7 @@ def _kind(value: Any) -> str:
 
 def _by_kind(*kinds: str, remark: str = "") -> Discriminator:
     """Chooses a class by its field ``kind``, so that messages are about fields of that class only."""
-    return Discriminator(_kind, "launch_kind", f"no launch of this verb; allowed: {', '.join(kinds)}{remark}")
+    return Discriminator(_kind, "launch_kind", f"no launch of this subcommand; allowed: {', '.join(kinds)}{remark}")
 
 
 _Started = (
@@ -190,7 +190,7 @@ _Started = (
     | Annotated[LaunchSettings, Tag("ssh")]
     | Annotated[SlurmSettings, Tag("slurm")]
 )
-_AT_ONCE = "; this verb starts its workers itself"
+_AT_ONCE = "; this subcommand starts its workers itself"
 
 StartedLaunch = Annotated[
     _Started | Annotated[RaySettings, Tag("ray")],

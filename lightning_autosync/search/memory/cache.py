@@ -92,7 +92,7 @@ class TuningCache:
         try:
             entry = _read(path)
         except DocumentError as error:
-            self._warn(str(path), f"a remembered plan is ignored: {error}")
+            self._warn(str(path), f"a saved plan is ignored: {error}")
             return None
         with suppress(OSError):
             os.utime(path)
@@ -120,7 +120,7 @@ class TuningCache:
         try:
             self._write(entry)
         except DocumentError as error:
-            self._warn("store", f"the tuned plan is not remembered for later jobs: {error}")
+            self._warn("store", f"the plan that this job found is not saved for later jobs: {error}")
 
     def remove(self, key: TuningKey) -> None:
         """Remove the entry of a key, if there is one."""
@@ -179,7 +179,7 @@ class TuningCache:
         if fault:
             self._warn(
                 "owner",
-                f"{self.directory}: {fault}; plans are neither read from it nor remembered in it. Set {VARIABLE} to a "
+                f"{self.directory}: {fault}; plans are neither read from it nor saved in it. Set {VARIABLE} to a "
                 "directory of your own that other users may not write to",
             )
         return bool(fault)

@@ -394,13 +394,13 @@ class LiveTuner:
                 self._drift.expect_no_excursions()
             rank_zero_info(
                 "AutoSync: the plan that was used before links became slower cannot show whether they have recovered, "
-                f"because ranks cannot open it: {error}. Links are measured again from time to time."
+                f"because ranks cannot set it up: {error}. Links are measured again from time to time."
             )
             return
         self._tuner.give_up()
         rank_zero_info(
             f"AutoSync: plan {self._alternatives[plan].plan.fingerprint} ({self._alternatives[plan].name}) is not "
-            f"tried, because ranks cannot open it: {error}. Training continues with {self.present.name}."
+            f"tried, because ranks cannot set it up: {error}. Training continues with {self.present.name}."
         )
 
     def _switch(self, plan: int) -> None:

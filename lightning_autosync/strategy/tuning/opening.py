@@ -144,8 +144,8 @@ class BackgroundOpening:
                 self.take().close()
             elif not self._told and not isinstance(error, (OpeningError, PeerLost)):
                 warnings.warn(
-                    f"AutoSync: a further plan (number {self.plan}) was not open when trials ended, because opening it "
-                    f"failed: {type(error).__name__}: {error}",
+                    f"AutoSync: a further plan (number {self.plan}) was not ready when trials ended, because setting "
+                    f"it up failed: {type(error).__name__}: {error}",
                     stacklevel=2,
                 )
             self._resources = None  # frees what the error's traceback keeps

@@ -117,7 +117,7 @@ def prepare(
         is_first = dist.get_rank(group) == 0
         words, changed = broadcast_json(compare_links(earlier, links) if is_first else None, group)
         if changed is not None:
-            rank_zero_info(f"AutoSync: the job does not begin with the plan of an earlier job: links differ. {words}")
+            rank_zero_info(f"{_UNUSED}. {words}")
             entry = None
     constants = links.constants.model_copy(update={"accelerated": device != "cpu"})
 
@@ -157,7 +157,7 @@ def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> N
             unfinished=not tuner.ended,
         )
     except ValueError as error:  # training must not end because its plan cannot be remembered
-        rank_zero_warn(f"the tuned plan is not remembered for later jobs: {error}")
+        rank_zero_warn(f"the plan that this job found is not saved for later jobs: {error}")
         return
     memory = _memory(cache)
     if entry.unfinished and (kept := memory.find(entry.key)) is not None and not kept.unfinished:
@@ -166,12 +166,13 @@ def remember(preparation: Preparation, tuner: LiveTuner, cache: str | None) -> N
 
 
 def forget(preparation: Preparation, cache: str | None) -> None:
-    """Remove the plan of an earlier job that ranks cannot open, so that the next job searches; call it on rank 0."""
+    """Remove the plan of an earlier job that ranks cannot set up, so that the next job searches; call it on rank 0."""
     if cache is not None and preparation.remembered is not None:
         _memory(cache).remove(preparation.key)
-        rank_zero_info("AutoSync: this plan of an earlier job is forgotten; the next job searches plans again")
+        rank_zero_info("AutoSync: the saved plan of an earlier job is deleted; the next job searches for plans again")
 
 
+_UNUSED = "AutoSync: the saved plan of an earlier job is not used, because link speeds have changed since that job"
 _OF_EARLIER_JOB = ", of an earlier job"
 _MOST_NEAR = 3
 """Number of plans of other jobs that a search prices: it has seconds for all plans."""
@@ -248,10 +249,7 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
     if settings.cluster is not None or entry.unfinished:
         return entry
     if far := broadcast_json(compare_rates(entry.cluster, settings.timeout), group):
-        rank_zero_info(
-            "AutoSync: plans are searched, because the links are not as an earlier job, whose plan is remembered, "
-            f"described them: {'; '.join(far)}"
-        )
+        rank_zero_info(f"{_UNUSED}: {'; '.join(far)}. The job searches for a new plan")
         return None
     return entry
 
@@ -278,6 +276,6 @@ def _of_entry(
         f"there; 'autosync cache show {key.fingerprint}' says more)"
     )
     # Without a description: that job may have measured its links, or its user has described them.
-    origin = DESCRIBED if described else f"links as known to an earlier job on {entry.written:%Y-%m-%d}"
+    origin = DESCRIBED if described else f"link speeds known from an earlier job on {entry.written:%Y-%m-%d}"
     links = JobLinks(entry.cluster, constants, origin=origin)
     return Preparation(links, workload, key, Proposals(plans, reason), entry.plan.fingerprint, expected)

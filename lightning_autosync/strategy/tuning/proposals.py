@@ -57,8 +57,8 @@ class JobLinks:
 
     @property
     def told(self) -> str:
-        """What plans were predicted for, in words."""
-        return f"cluster '{self.cluster.name}'" if self.origin == DESCRIBED else self.origin
+        """What predictions of plans are made from, in words that follow "predicted"."""
+        return f"for cluster '{self.cluster.name}'" if self.origin == DESCRIBED else f"from the {self.origin}"
 
     def describe(self) -> str:
         """Hosts and rates in one line."""
@@ -113,7 +113,7 @@ def find_links(
     if constants is None:
         predicts = not survey.fault and len(survey.cluster.nodes) > 1
         constants = host_constants() if predicts else Constants()
-    origin = f"links measured in {survey.seconds:.1f} s"
+    origin = f"link speeds measured by this job (in {survey.seconds:.1f} s)"
     return JobLinks(survey.cluster, constants, survey.fault or "", origin)
 
 
@@ -357,7 +357,7 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
         if overlaps
         else synchronization_times(best.predicted, native.predicted)
     )
-    times = f"predicted for {links.told}: {times}"
+    times = f"predicted {links.told}: {times}"
     if large:
         reason = f"a native all-reduce in large messages, because {CORES_LIMIT}; the best is {best.name}, {times}"
     elif faster and suits:

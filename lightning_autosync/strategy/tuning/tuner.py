@@ -251,7 +251,7 @@ class Tuner:
             reason = "no other plan is expected to gain more than a trial costs"
         else:
             reason = "there is no other plan to try"
-        unopened = f"; ranks could not open {counted(self._given_up, 'plan')}" if self._given_up else ""
+        unopened = f"; ranks could not set up {counted(self._given_up, 'plan')}" if self._given_up else ""
         self.finished = reason + unopened
 
     def _end_contest(self, contest: Contest) -> None:

@@ -150,7 +150,7 @@ def test_a_verb_that_is_nearly_one_is_named(
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2
-    told = f"autosync: '{wrong}' is not a verb; did you mean '{meant}'? autosync --help lists the verbs\n"
+    told = f"autosync: '{wrong}' is not a subcommand; did you mean '{meant}'? autosync --help lists them\n"
     assert capsys.readouterr().err == told
 
 

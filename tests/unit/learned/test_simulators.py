@@ -386,7 +386,7 @@ def test_without_dgl_the_error_says_what_to_do(
     monkeypatch.setattr(sys, "meta_path", [type("Finder", (), {"find_spec": staticmethod(find)}), *sys.meta_path])
     simulator = LearnedEstimator("hetero", CONSTANTS, members=1)
     why = str(error).partition("\n")[0]
-    message = rf"^dgl: cannot be imported \({why}\); .* pip install .lightning-autosync\[learn\]"
+    message = rf"^dgl: cannot be imported \({why}\); .* pip install .\.\[learn\]. in a checkout"
     with pytest.raises(SimulatorError, match=message) as raised:
         simulator.fit(samples[:2])
     assert "\n" not in str(raised.value)

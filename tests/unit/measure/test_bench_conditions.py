@@ -74,7 +74,7 @@ def test_an_unknown_verb_is_told_with_the_known_ones(monkeypatch, capsys):
         main()
     assert caught.value.code == 2
     told = capsys.readouterr().err
-    assert "'dance' is not a verb" in told
+    assert "'dance' is not a subcommand" in told
     assert "bench" in told
 
 

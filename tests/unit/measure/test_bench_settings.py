@@ -55,7 +55,7 @@ def composed(*overrides: str) -> BenchSettings:
         ({"model": {"kind": "paced", "workload_file": "missing.yaml"}}, "model: missing.yaml: cannot be read"),
         (
             {"launch": {"kind": "torchrun"}},
-            "launch: no launch of this verb; allowed: .*, ray; this verb starts",
+            "launch: no launch of this subcommand; allowed: .*, ray; this subcommand starts",
         ),
         ({"launch": {"kind": "emulated"}}, "cluster: missing; launch=emulated needs one"),
         (

@@ -235,7 +235,7 @@ def test_a_job_without_a_home_directory_goes_on(monkeypatch: pytest.MonkeyPatch)
     cache = TuningCache()
     assert cache.find(tuned().key) is None
     assert cache.nearest(tuned().key, CLUSTER) == []
-    with pytest.warns(UserWarning, match=f"not remembered .*: there is no home directory; set {VARIABLE}"):
+    with pytest.warns(UserWarning, match=f"not saved .*: there is no home directory; set {VARIABLE}"):
         cache.store(tuned())
 
 
@@ -263,11 +263,11 @@ DAMAGED = {
 
 def assert_ignored(cache: TuningCache, path: Path, reason: str) -> None:
     """One line names the file; a second look says nothing."""
-    with pytest.warns(UserWarning, match="^a remembered plan is ignored: ") as caught:
+    with pytest.warns(UserWarning, match="^a saved plan is ignored: ") as caught:
         assert cache.find(tuned().key) is None
     assert cache.find(tuned().key) is None
     (told,) = (str(one.message) for one in caught)
-    assert told.startswith(f"a remembered plan is ignored: {path}: ")
+    assert told.startswith(f"a saved plan is ignored: {path}: ")
     assert reason in told
     assert "\n" not in told
     (listed,) = cache.entries()
@@ -300,7 +300,7 @@ def test_what_is_named_like_an_entry_and_is_no_file_is_left_alone(cache: TuningC
     path.mkdir(parents=True)
     assert cache.find(tuned().key) is None
     assert cache.entries() == []
-    with pytest.warns(UserWarning, match=rf"not remembered for later jobs: {path}: cannot be written"):
+    with pytest.warns(UserWarning, match=rf"not saved for later jobs: {path}: cannot be written"):
         cache.store(tuned())
     assert cache.clear() == 0
 
@@ -310,7 +310,7 @@ def test_a_directory_that_cannot_be_written_costs_one_line(tmp_path: Path) -> No
     cache.store(tuned())
     with read_only(tmp_path / "plans"):
         assert cache.find(tuned().key) == tuned()
-        with pytest.warns(UserWarning, match="not remembered for later jobs: .*Read-only file system"):
+        with pytest.warns(UserWarning, match="not saved for later jobs: .*Read-only file system"):
             cache.store(tuned(bucket_bytes=5))
         cache.store(tuned(bucket_bytes=6))
 
@@ -318,7 +318,7 @@ def test_a_directory_that_cannot_be_written_costs_one_line(tmp_path: Path) -> No
 def test_so_does_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "full", 4) as disk:
         (disk / "filler").write_bytes(bytes(4096))
-        with pytest.warns(UserWarning, match="not remembered for later jobs: .*No space left on device"):
+        with pytest.warns(UserWarning, match="not saved for later jobs: .*No space left on device"):
             TuningCache(disk / "plans").store(tuned())
 
 
@@ -345,7 +345,7 @@ def test_a_directory_that_all_users_may_write_to_is_not_used(tmp_path: Path) -> 
     cache = TuningCache(tmp_path / "plans")
     cache.store(tuned())
     (tmp_path / "plans").chmod(0o777)
-    told = rf"{tmp_path}/plans: all users may write to it \(mode 0777\); plans are neither read from it nor remembered"
+    told = rf"{tmp_path}/plans: all users may write to it \(mode 0777\); plans are neither read from it nor saved"
     with pytest.warns(UserWarning, match=told) as caught:
         use_in_vain(cache)
     assert len(caught) == 1
@@ -398,7 +398,7 @@ def test_so_does_a_directory_of_another_user(tmp_path: Path) -> None:
     told = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()
     (tmp_path / "plans").chmod(0o700)
     assert len(told) == 2
-    assert told[0].startswith(f"the tuned plan is not remembered for later jobs: {tmp_path}/plans")
+    assert told[0].startswith(f"the plan that this job found is not saved for later jobs: {tmp_path}/plans")
     assert told[0].endswith("Permission denied")
     assert told[1] == f"{tmp_path}/plans: cannot be read: Permission denied"
 
@@ -471,7 +471,7 @@ def test_the_size_is_bounded_too(cache: TuningCache, monkeypatch: pytest.MonkeyP
 
 def test_an_entry_that_no_job_could_read_is_not_written(cache: TuningCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 100)
-    with pytest.warns(UserWarning, match="not remembered for later jobs: .*the entry has more than 100 bytes"):
+    with pytest.warns(UserWarning, match="not saved for later jobs: .*the entry has more than 100 bytes"):
         cache.store(tuned())
     assert cache.directory is not None
     assert not cache.directory.exists()

@@ -154,7 +154,9 @@ def test_a_plan_that_was_not_taken_tells_an_unexpected_error(error: Exception, t
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opening.close()
-    text = f"further plan (number 2) was not open when trials ended, because opening it failed: {type(error).__name__}"
+    text = (
+        f"further plan (number 2) was not ready when trials ended, because setting it up failed: {type(error).__name__}"
+    )
     assert [text in str(each.message) for each in caught] == [True] * told
 
 

@@ -204,7 +204,9 @@ def test_a_plan_that_cannot_be_opened_is_no_trial_and_the_next_one_is_tried() ->
     assert 1 not in chosen
     assert [trial.candidate for trial in tuner.trials] == [2]
     assert tuner.present == 2
-    assert tuner.finished == ("no other plan is expected to gain more than a trial costs; ranks could not open 1 plan")
+    assert tuner.finished == (
+        "no other plan is expected to gain more than a trial costs; ranks could not set up 1 plan"
+    )
 
 
 def test_tuning_whose_plans_cannot_be_opened_says_so() -> None:
@@ -214,5 +216,5 @@ def test_tuning_whose_plans_cannot_be_opened_says_so() -> None:
             tuner.give_up()
         assert tuner.following() == 0
         tuner.record(1.0)
-    assert tuner.finished == "there is no other plan to try; ranks could not open 2 plans"
+    assert tuner.finished == "there is no other plan to try; ranks could not set up 2 plans"
     assert tuner.trials == []

@@ -214,7 +214,7 @@ def test_all_is_closed_if_a_plan_cannot_be_remembered(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("described", "links"),
-    [(True, "3 hosts, described"), (False, "3 hosts, links as known to an earlier job on 2026-03-01")],
+    [(True, "3 hosts, described"), (False, "3 hosts, link speeds known from an earlier job on 2026-03-01")],
 )
 def test_the_links_of_a_remembered_plan_are_not_called_measured(described: bool, links: str) -> None:
     """The earlier job may have measured them or not."""
@@ -348,7 +348,7 @@ def test_a_job_does_not_begin_with_a_plan_of_trials_on_other_rates(earlier: Trai
     assert [each.plan for each in plans] == earlier.plans
     assert found.remembered is None
     (told,) = earlier.told
-    assert told.startswith("AutoSync: the job does not begin with the plan of an earlier job: links differ. ")
+    assert told.startswith(f"{preparation._UNUSED}. ")
     assert "200 Mbit/s, but 100 Mbit/s before" in told
 
 

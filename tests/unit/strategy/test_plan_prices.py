@@ -244,7 +244,7 @@ MIB_1 = native_name("1 MiB")
         (0.97, 1.94, proposals.DDP, "DDP's fused native all-reduce"),
         (0.97, 1.96, MIB_1, "a native all-reduce in buckets of 1 MiB"),
         (0.97, None, proposals.DDP, "DDP's fused native all-reduce"),
-        (0.9, 1.96, SEARCHED, "a plan found by search, predicted for "),
+        (0.9, 1.96, SEARCHED, "a plan found by search, predicted from "),
     ],
 )
 def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
@@ -274,7 +274,7 @@ def test_a_job_begins_with_a_native_plan_if_no_other_is_much_faster(
 def test_a_plan_of_a_users_builder_is_no_native_one_whatever_its_name() -> None:
     ranked = alternatives({f"{NATIVE}_of_mine": (0.5, 0.9), NATIVE: (1.0, 1.9)})
     found = proposals.order_plans(ranked, proposals.JobLinks(PAIR, Constants()))
-    assert found.reason.startswith(f"{NATIVE}_of_mine, predicted for ")
+    assert found.reason.startswith(f"{NATIVE}_of_mine, predicted from ")
 
 
 @pytest.mark.parametrize(("later", "first"), [(1.04, "late"), (1.06, SEARCHED), (None, SEARCHED)])
@@ -305,7 +305,7 @@ def test_a_job_begins_with_a_faster_plan_unless_it_is_slower_beside_a_computatio
     found = proposals.order_plans(alternatives(dict(prices)), proposals.JobLinks(PAIR, Constants()))
     assert found.plans[0].name == first
     slower = (
-        "a step is predicted to take 1.700 s, and 3.000 s with a plan found by search; predicted for" in found.reason
+        "a step is predicted to take 1.700 s, and 3.000 s with a plan found by search; predicted from" in found.reason
     )
     assert slower == (first == NATIVE)
 
