@@ -1,4 +1,4 @@
-"""Pages of the site that are made from code: verbs, options, examples, the API, and the files beside ``docs/``.
+"""Pages of the site that are made from code: subcommands, options, examples, the API, and the files beside ``docs/``.
 
 `conf.py` writes them to ``docs/generated`` before each build, so they cannot be out of date.
 """
@@ -81,9 +81,10 @@ def _pages() -> Iterator[tuple[str, str]]:
     """The pages: name of the file and text."""
     for file, name in BESIDE.items():
         yield f"{name}.md", relinked((ROOT / file).read_text(), (ROOT / file).parent, f"{GENERATED}/{name}.md")
-    yield "verbs/index.md", _contents("Verbs and their keys", {f"autosync {name}": name for name in VERBS}, VERBS)
+    named = {f"autosync {name}": name for name in VERBS}
+    yield "subcommands/index.md", _contents("Subcommands and their keys", named, VERBS)
     for verb, purpose in VERBS.items():
-        yield f"verbs/{verb}.md", verb_page(verb, purpose)
+        yield f"subcommands/{verb}.md", verb_page(verb, purpose)
     yield "options/index.md", _contents("Options", {f"{name}=": name for name in GROUPS}, GROUPS)
     for group in GROUPS:
         yield f"options/{group}.md", options_page(group)
@@ -110,7 +111,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-# Verbs and their keys
+# Subcommands (verbs in the code) and their keys
 
 
 class Key(NamedTuple):
@@ -257,7 +258,7 @@ def options_page(group: str) -> str:
     """The page of an option group: each option with its file."""
     folder = configuration_directory()
     verbs = [verb for verb in VERBS if group in {key.partition("@")[0] for key in _groups_of(_data(verb))}]
-    takers = ", ".join(f"[{verb}](../verbs/{verb}.md)" for verb in verbs)
+    takers = ", ".join(f"[{verb}](../subcommands/{verb}.md)" for verb in verbs)
     about = f"{GROUPS[group][0].upper()}{GROUPS[group][1:]}."
     lines = [f"# {group}=", "", about, f"For {takers}. `{group}.KEY=VALUE` sets a key of an option.", ""]
     for path in sorted((folder / group).glob("*.yaml")):

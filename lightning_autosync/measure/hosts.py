@@ -66,7 +66,7 @@ def job_hosts(launch: str, paced: bool, path: str | None = None, cores: float | 
 
 
 def measured_hosts(workers: MeasurementSession | Pool, launch: str, paced: bool) -> tuple[Constants, str]:
-    """Constants for the replay of a job whose workers are alive: they measure their hosts in 0.2 s, as jobs do.
+    """Constants for the replay of a job whose workers are alive: they measure their hosts in 0.1 to 0.2 s, as jobs do.
 
     Args:
         workers: the workers; all of them measure at the same time.

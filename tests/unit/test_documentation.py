@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -18,12 +21,21 @@ from page_snippets import FENCE
 from site_links import relinked
 
 import lightning_autosync
-from lightning_autosync import ClusterSpec, HybridPlan, SyncPlan
+from lightning_autosync import (
+    AutoSyncFabricStrategy,
+    AutoSyncStrategy,
+    ClusterSpec,
+    HybridPlan,
+    SyncPlan,
+    TuningSettings,
+)
 from lightning_autosync.cli.application import VERBS
 from lightning_autosync.cli.arguments import with_names
 from lightning_autosync.cli.configuration import check_overrides
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
+from lightning_autosync.strategy.settings import _REFUSED
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -209,6 +221,50 @@ def test_the_site_has_every_option_and_every_public_name(tmp_path: Path) -> None
 )
 def test_links_of_the_repository_lead_to_pages_of_the_site(link: str, expected: str) -> None:
     assert relinked(link, ROOT / "docs", "generated/page.md") == expected
+
+
+def defaults_told(page: str, title: str) -> dict[str, str]:
+    """The first column of the first table below a heading, with the cell that has the default."""
+    text = (ROOT / page).read_text().partition(f"# {title}\n")[2]
+    table = re.search(r"^\| *\w+ \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table is not None
+    rows = [re.split(r" *(?<!\\)\| *", row.strip("|\n").strip()) for row in table[1].splitlines(keepends=True)]
+    place = 1 if page == "docs/options.md" else -1
+    return {row[0].strip("`"): row[place].strip("`") for row in rows}
+
+
+def written(default: object) -> str:
+    if isinstance(default, timedelta):
+        return f"{default.total_seconds() / 60:g} minutes"
+    return f'"{default}"' if isinstance(default, str) else repr(default)
+
+
+def test_the_page_of_options_has_the_arguments_of_the_strategies_with_their_defaults() -> None:
+    told = defaults_told("docs/options.md", "Arguments of the strategy")
+    signature = inspect.signature(AutoSyncStrategy.__init__).parameters
+    taken = {name: written(each.default) for name, each in signature.items() if name not in ("self", *_REFUSED)}
+    assert told == taken
+    fabric = {*inspect.signature(AutoSyncFabricStrategy.__init__).parameters} - {"self"}
+    assert fabric == {*told} - {"heartbeat", "stall", "precision_plugin"} | {"precision"}
+
+
+@pytest.mark.parametrize(
+    ("page", "title", "settings"),
+    [("docs/options.md", "Heartbeat", HeartbeatSettings), ("docs/tuning.md", "Settings", TuningSettings)],
+)
+def test_tables_of_settings_have_all_fields_with_their_defaults(page: str, title: str, settings: type) -> None:
+    expected = {each.name: f"{each.default}".removesuffix(".0") for each in fields(settings)}
+    expected |= {"cache": "the user's"} if "cache" in expected else {}
+    told = {name: default.removesuffix(".0") for name, default in defaults_told(page, title).items()}
+    assert told == expected
+
+
+def test_the_page_of_options_has_all_environment_variables() -> None:
+    """Those that the package gives to its own processes are left out."""
+    source = "".join(path.read_text() for path in (ROOT / "lightning_autosync").rglob("*.py"))
+    read = set(re.findall(r'"((?:LIGHTNING_)?AUTOSYNC_\w+)"', source)) - {"AUTOSYNC_RELAY_KEY", "AUTOSYNC_STORAGE_"}
+    page = (ROOT / "docs/options.md").read_text().partition("## Environment variables")[2]
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == read
 
 
 def test_plans_and_clusters_are_valid(page: Path) -> None:
