@@ -17,7 +17,7 @@ from lightning_autosync.replay.shares import micro_batched, shared_step_time
 from lightning_autosync.report.gain import CHOICE, GainResult, GainRow, Kind
 from lightning_autosync.report.predict import CUT_BOUND
 from lightning_autosync.strategy.choice import choose_plan
-from lightning_autosync.strategy.tuning.proposals import JobLinks, order_plans, search_plans
+from lightning_autosync.strategy.tuning.proposals import DESCRIBED, JobLinks, order_plans, search_plans
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload
 
@@ -124,7 +124,7 @@ def choose_without_trials(
     )
     if len(cluster.nodes) == 1 or not cluster.measured:
         return choose_plan(workload, cluster, known=True, shares_cores=True)
-    links = JobLinks(cluster, constants, origin=f"cluster '{cluster.name}'")
+    links = JobLinks(cluster, constants, origin=DESCRIBED)
     found = order_plans(search_plans(workload, links, tuning, overlaps=overlaps), links, overlaps)
     return found.plans[0].plan, found.reason
 
