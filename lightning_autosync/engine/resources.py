@@ -26,6 +26,7 @@ from lightning_autosync.engine.exchanges.native import (
     TwoLevelExchange,
     two_level_groups,
 )
+from lightning_autosync.engine.exchanges.pairwise import PairwiseExchange
 from lightning_autosync.engine.exchanges.rows import NativeRowExchange, RowExchange, RowTreeExchange
 from lightning_autosync.engine.exchanges.shared_memory import SharedMemory, SharedMemoryExchange
 from lightning_autosync.engine.exchanges.staging import StagedExchange, StagedRowExchange
@@ -37,6 +38,7 @@ from lightning_autosync.engine.row_gradients import RowGradients
 from lightning_autosync.engine.transport import Peer, Transport
 from lightning_autosync.errors import ExchangeError, OpeningError, PeerLost, PlanError
 from lightning_autosync.plan.pacing import sending_needs
+from lightning_autosync.plan.pairwise import PairwiseReduce
 from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,
@@ -54,6 +56,8 @@ _PIECE = 1 << 20
 """Bytes of memory that are taken at once."""
 _ROUNDS = 2
 """Channels per message: each of PowerSGD's two rounds needs its own."""
+_Plain = AllReduce | TreeTransfer | PairwiseReduce
+"""Transfers that may carry more elements than those of the message."""
 
 
 class Resources:
@@ -309,9 +313,10 @@ class Resources:
         # Only copies to and from pinned memory run asynchronously.
         host = torch.zeros_like(buffer, device="cpu", pin_memory=True) if staged else buffer
         channel = _ROUNDS * message.index + number
-        exchange = TreeExchange(
-            self._transport, channel, self._rank, message, message.rounds[number], host, self._timeout
-        )
+        one = message.rounds[number]
+        pairs = isinstance(one.transfers[0], PairwiseReduce)
+        kind: type[TreeExchange] | type[PairwiseExchange] = PairwiseExchange if pairs else TreeExchange
+        exchange = kind(self._transport, channel, self._rank, message, one, host, self._timeout)
         self._keep(message, residual=exchange.residual)
         if not staged:
             return exchange
@@ -365,16 +370,16 @@ def connected_interfaces(cluster: ClusterSpec, rank: int) -> tuple[int, str]:
 
 
 def _is_plain(message: Message) -> bool:
-    """Whether all elements of a message are summed as they are, by the backend's all-reduce or along trees."""
+    """Whether all elements of a message are summed as they are, and it may carry more of them."""
     transfers = [transfer for one in message.rounds for transfer in one.transfers]
-    return message.compressor.kind == "none" and all(isinstance(one, AllReduce | TreeTransfer) for one in transfers)
+    return message.compressor.kind == "none" and all(isinstance(one, _Plain) for one in transfers)
 
 
 def _extended(message: Message, room: int) -> Message:
     """A message of one round, whose last transfer carries ``room`` more elements."""
     (only,) = message.rounds
     last = only.transfers[-1]
-    assert isinstance(last, AllReduce | TreeTransfer)
+    assert isinstance(last, _Plain)
     transfers = (*only.transfers[:-1], replace(last, stop=last.stop + room))
     return replace(message, rounds=(Round(only.length + room, transfers),))
 

@@ -12,6 +12,7 @@ import numpy
 from lightning_autosync.learned.context import Context, Floats, Integers
 from lightning_autosync.plan import SyncPlan, codecs, compile_plan
 from lightning_autosync.plan.messages import ITEMSIZE
+from lightning_autosync.plan.pairwise import PairwiseReduce
 from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,
@@ -140,6 +141,9 @@ def _ranges(context: Context, transfer: Transfer) -> Iterator[tuple[int, int, in
                 context.depths[tree.parents] = tree.depth
         depth = (context.depths[transfer.reduce.parents] + context.depths[transfer.broadcast.parents]) / 2
         yield transfer.root, numel, ceil(numel / transfer.segment), depth
+    elif isinstance(transfer, PairwiseReduce):
+        numel = transfer.stop - transfer.start
+        yield EVERYBODY, numel, ceil(numel / transfer.segment), len(transfer.swaps) / 2
     elif isinstance(transfer, RowBroadcast):
         depth = sum(tree.depth for tree in transfer.trees) / len(transfer.trees)
         yield EVERYBODY, transfer.stop - transfer.start, 1, depth

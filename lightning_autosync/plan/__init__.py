@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_autosync.plan import builders, codecs, topologies
 from lightning_autosync.plan.compiler import compile_plan
+from lightning_autosync.plan.pairwise import PairwiseReduce
 from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,
@@ -38,6 +39,7 @@ __all__ = [
     "Consistency",
     "Group",
     "Message",
+    "PairwiseReduce",
     "Partition",
     "Round",
     "RowBroadcast",

@@ -16,7 +16,8 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.cluster import PAYLOAD_SHARE, LinkGraph
-from lightning_autosync.plan.schedule import Round, RowBroadcast, Schedule, Transfer, TreeTransfer
+from lightning_autosync.plan.pairwise import PairwiseReduce
+from lightning_autosync.plan.schedule import Message, Round, RowBroadcast, Schedule, Transfer, TreeTransfer
 
 HEADROOM = 1.01
 """Factor on the exact rate that lets a connection catch up. With a larger factor, the many small connections of a full
@@ -69,22 +70,21 @@ def sending_needs(schedule: Schedule, topology: LinkGraph, rank: int, interface:
     A connection is left out if it may need its whole route, or stays inside a node, where no link is shared. It has no
     pace if it needs less than `LEAST_PART` of its route, or if a row-wise message travels over it, because the number
     of rows is unknown. The rate for such a message assumes equally many rows on all ranks, all of them in one transfer.
+    It has no pace either if pairs exchange a message over it, because it is used in one of their exchanges only.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
     shares: dict[tuple[int, int], float] = defaultdict(float)  # by peer and channel
-    with_rows: set[int] = set()
+    unpaced: set[int] = set()
     for message in schedule.messages:
         for round in message.rounds:
-            # All rows may lie in one transfer's range, and a few rows travel over the first transfer only.
-            parts = [(one,) for one in round.transfers] if message.rows else [round.transfers]
-            for arcs in (_arc_elements(part) for part in parts):
+            for arcs, alone in _parts(message, round):
                 loads = _channel_elements(arcs, topology)
                 for (source, target, own), elements in arcs.items():
                     if source == rank and own == interface and elements:
-                        if message.rows:
-                            with_rows.add(target)
+                        if alone:
+                            unpaced.add(target)
                         for channel in topology.route(source, target, interface):
                             shares[target, channel] = max(shares[target, channel], elements / loads[channel])
     needed: dict[int, float] = {}
@@ -95,7 +95,7 @@ def sending_needs(schedule: Schedule, topology: LinkGraph, rank: int, interface:
     for peer, rate in needed.items():
         route, pace = topology.bandwidth(rank, peer, interface), HEADROOM * stretches.get(peer, 1.0) * rate
         if nodes[peer] != nodes[rank] and rate < route:
-            paced = peer not in with_rows and LEAST_PART * route <= rate and pace < route
+            paced = peer not in unpaced and LEAST_PART * route <= rate and pace < route
             # Link rates include headers, a connection's rates count payload only.
             needs[peer] = Need(PAYLOAD_SHARE * rate, PAYLOAD_SHARE * pace if paced else None)
     return needs
@@ -188,6 +188,20 @@ def _neighbours(transfer: TreeTransfer, rank: int, interface: int) -> set[int]:
     """The parents and children of a rank on the transfer's trees over an interface."""
     trees = [tree for tree in (transfer.reduce, transfer.broadcast) if tree.interface == interface]
     return {peer for tree in trees for peer in (tree.parents[rank], *tree.children[rank]) if peer >= 0}
+
+
+def _parts(message: Message, round: Round) -> list[tuple[dict[Arc, int], bool]]:
+    """Elements that travel at the same time, by connection, and whether they may be a part of the message only.
+
+    All rows may lie in one transfer's range, and a few rows travel over the first transfer only. Exchanges between
+    pairs follow each other.
+    """
+    if message.rows:
+        return [(_arc_elements((one,)), True) for one in round.transfers]
+    swaps = {swap for one in round.transfers if isinstance(one, PairwiseReduce) for swap in one.swaps}
+    if swaps:
+        return [({(*pair, 0): 1 for pair in swap.sending}, True) for swap in swaps]
+    return [(_arc_elements(round.transfers), False)]
 
 
 def _arc_elements(transfers: Sequence[Transfer]) -> dict[Arc, int]:

@@ -1,8 +1,9 @@
 """`Schedule`: a plan compiled for one workload and one cluster.
 
 The engine and the replay take the same Schedule, so the replay predicts what the engine runs. A range of elements is
-exchanged in one of four ways: by a reduce tree and a broadcast tree with the same root, by broadcasts of every rank's
-rows, by a native collective of the backend, or by a sum in memory that the ranks of one machine share.
+exchanged in one of five ways: by a reduce tree and a broadcast tree with the same root, by exchanges between pairs of
+ranks, by broadcasts of every rank's rows, by a native collective of the backend, or by a sum in memory that the ranks
+of one machine share.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_autosync.documents import digest
+from lightning_autosync.plan.pairwise import PairwiseReduce
 from lightning_autosync.plan.spec import Compressor
 from lightning_autosync.plan.trees import Tree
 
@@ -150,7 +152,7 @@ class TwoLevelAllReduce:
     places: tuple[tuple[int, ...], ...]
 
 
-Transfer = TreeTransfer | RowBroadcast | AllReduce | AllToAll | SharedMemoryReduce | TwoLevelAllReduce
+Transfer = TreeTransfer | PairwiseReduce | RowBroadcast | AllReduce | AllToAll | SharedMemoryReduce | TwoLevelAllReduce
 
 
 @dataclass(frozen=True)
@@ -208,9 +210,12 @@ class Message:
 
     def __post_init__(self) -> None:
         transfers = (transfer for each in self.rounds for transfer in each.transfers)
-        two_roots = any(isinstance(transfer, TreeTransfer) and transfer.second_root >= 0 for transfer in transfers)
-        if two_roots and (self.rows or self.compressor.kind != "none"):
-            raise ValueError(f"message '{self.name}': rows and compressed messages need trees with one root")
+        if not (self.rows or self.compressor.kind != "none"):
+            return
+        for transfer in transfers:
+            two_roots = isinstance(transfer, TreeTransfer) and transfer.second_root >= 0
+            if two_roots or isinstance(transfer, PairwiseReduce):
+                raise ValueError(f"message '{self.name}': rows and compressed messages need trees with one root")
 
     @property
     def tail(self) -> int:
@@ -225,7 +230,7 @@ class Message:
     @cached_property
     def on_trees(self) -> bool:
         """Whether it travels on this package's own connections."""
-        return any(isinstance(transfer, TreeTransfer | RowBroadcast) for transfer in self.rounds[0].transfers)
+        return any(isinstance(one, TreeTransfer | PairwiseReduce | RowBroadcast) for one in self.rounds[0].transfers)
 
     @cached_property
     def in_shared_memory(self) -> bool:
@@ -264,21 +269,26 @@ class Schedule:
         """Pairs of ranks (lower rank first) that exchange messages point to point, over one interface or over any."""
         return {
             (min(rank, parent), max(rank, parent))
-            for tree in self._trees
-            if interface in (None, tree.interface)
-            for rank, parent in enumerate(tree.parents)
+            for used, parents in self._parents
+            if interface in (None, used)
+            for rank, parent in enumerate(parents)
             if parent >= 0
         }
 
     @cached_property
     def interfaces(self) -> tuple[int, ...]:
-        """The interfaces over which trees run, ascending."""
-        return tuple(sorted({tree.interface for tree in self._trees}))
+        """The interfaces over which messages are exchanged point to point, ascending."""
+        return tuple(sorted({interface for interface, _ in self._parents}))
 
     @cached_property
-    def _trees(self) -> set[Tree]:
-        transfers = (transfer for message in self.messages for round in message.rounds for transfer in round.transfers)
-        return {tree for transfer in transfers for tree in trees_of(transfer)}
+    def _parents(self) -> set[tuple[int, tuple[int, ...]]]:
+        """The interface and the parents of each tree; exchanges between pairs use the first interface."""
+        found: set[tuple[int, tuple[int, ...]]] = set()
+        for transfer in (one for message in self.messages for round in message.rounds for one in round.transfers):
+            found |= {(tree.interface, tree.parents) for tree in trees_of(transfer)}
+            if isinstance(transfer, PairwiseReduce):
+                found |= {(0, swap.parents) for swap in transfer.swaps}
+        return found
 
 
 def first_parameters_first(schedule: Schedule, order: Sequence[str]) -> Schedule:
@@ -319,7 +329,7 @@ def used_broadcasts(transfers: Sequence[RowBroadcast], size: float) -> list[tupl
 
 
 def trees_of(transfer: Transfer) -> tuple[Tree, ...]:
-    """The trees of a transfer; none for those of the backend and in shared memory."""
+    """The trees of a transfer; none for those between pairs, of the backend and in shared memory."""
     return transfer.trees if isinstance(transfer, TreeTransfer | RowBroadcast) else ()
 
 

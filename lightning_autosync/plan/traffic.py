@@ -6,6 +6,7 @@ from functools import partial
 
 from lightning_autosync.plan import codecs
 from lightning_autosync.plan.messages import ITEMSIZE
+from lightning_autosync.plan.pairwise import PairwiseReduce
 from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,
@@ -45,6 +46,11 @@ def _add(sent: list[float], message: Message, round: Round, transfer: Transfer) 
         for rank in range(ranks):
             sent[rank] += size * (transfer.reduce.parents[rank] >= 0)
             sent[rank] += size * len(transfer.broadcast.children[rank])
+    elif isinstance(transfer, PairwiseReduce):
+        for piece in transfer.pieces:
+            for rank in range(ranks):
+                spans = (turn.sends for turn in transfer.turns(rank, piece))
+                sent[rank] += sum(encoded(*span) for span in spans if span)
     elif isinstance(transfer, AllReduce):
         share = _ring(ranks, encoded(transfer.start, transfer.stop))
         for rank in range(ranks):

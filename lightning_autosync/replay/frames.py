@@ -39,7 +39,7 @@ such work).
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
     """Number of frames that all ranks send in a step."""
     hops = sum(
-        flow.copies * flow.pieces * (ranks - 1) * ((flow.up >= 0) + (flow.down >= 0))
+        flow.copies * flow.pieces * (ranks // 2 if flow.turn else ranks - 1) * ((flow.up >= 0) + (flow.down >= 0))
         for stage in stages
         for flow in stage.flows
     )
@@ -166,8 +166,14 @@ class _FrameGraph:
         arrivals = list(starts)
         for copy in range(max((flow.copies for flow in stage.flows), default=0)):
             for flow in stage.flows:
+                if flow.turn == 1:
+                    ready = [list(starts) for _ in range(flow.pieces)]
                 if copy < flow.copies:
-                    arrivals += self._add_flow(stage, flow, starts, float(order.urgency[number]))
+                    urgency = float(order.urgency[number])
+                    if flow.turn:
+                        arrivals += self._add_exchange(stage, flow, ready, urgency)
+                    else:
+                        arrivals += self._add_flow(stage, flow, starts, urgency)
         if stage.ring_steps:
             arrivals += self._add_ring(stage, starts)
         end = self._point()
@@ -185,15 +191,7 @@ class _FrameGraph:
 
     def _add_flow(self, stage: Stage, flow: Flow, starts: Sequence[int], urgency: float) -> list[int]:
         """Add the frames of all pieces; returns their nodes."""
-        ranks, constants = self._network.ranks, self._constants
-        pieces = _Pieces(
-            stage,
-            flow.wire / flow.pieces,
-            flow.values / flow.pieces,
-            stage.frame_cost(constants),
-            stage.hop_delay(constants, ranks),
-            self._network.pairs if stage.collective else 0,
-        )
+        pieces = self._pieces(stage, flow)
         last: list[int] = []
         for piece in range(flow.pieces):
             key = 0.0 if stage.collective else urgency + piece / flow.pieces
@@ -203,6 +201,35 @@ class _FrameGraph:
             if flow.down >= 0:
                 last += self._come_down(pieces, flow.down, key, starts, reached)
         return last
+
+    def _add_exchange(self, stage: Stage, flow: Flow, ready: Sequence[list[int]], urgency: float) -> list[int]:
+        """Add the frames of all pieces between pairs of ranks; returns the nodes after them.
+
+        ``ready`` [pieces, ranks] has the nodes after which each rank sends, and then those after the exchange.
+        """
+        pieces, added = self._pieces(stage, flow), []
+        parents, _, _, first = self._tree(max(flow.up, flow.down))
+        coding = stage.meet if flow.mutual else stage.gather
+        for number, nodes in enumerate(ready):
+            before, key = list(nodes), urgency + number / flow.pieces
+            for rank, parent in enumerate(parents):
+                for sender, target, way in ((rank, parent, flow.up), (parent, rank, flow.down)):
+                    if parent >= 0 and way >= 0:
+                        frame = self._frame(pieces, first + sender, target, key, 1.0, coding)
+                        nodes[target] = after = self._point()
+                        self._edges += [(before[sender], frame), (frame, after), (before[target], after)]
+                        added.append(after)
+        return added
+
+    def _pieces(self, stage: Stage, flow: Flow) -> _Pieces:
+        return _Pieces(
+            stage,
+            flow.wire / flow.pieces,
+            flow.values / flow.pieces,
+            stage.frame_cost(self._constants),
+            stage.hop_delay(self._constants, self._network.ranks),
+            self._network.pairs if stage.collective else 0,
+        )
 
     def _rise(
         self, pieces: _Pieces, flow: Flow, key: float, starts: Sequence[int], reached: dict[int, int]

@@ -53,7 +53,7 @@ class Loads:
 def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Flows:
     """The flows of all stages."""
     flows = [flow for stage in stages for flow in stage.flows]
-    up, down, wire, values, pieces, copies, second = zip(*flows, strict=True) if flows else ((),) * 7
+    up, down, wire, values, pieces, copies, second, turn = zip(*flows, strict=True) if flows else ((),) * 8
     costs = numpy.zeros((len(stages), 7))
     growth = numpy.ones((len(stages), ranks + 1))
     for number, stage in enumerate(stages):
@@ -70,6 +70,7 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
         numpy.array(pieces, dtype=numpy.int64),
         numpy.array(copies, dtype=numpy.int64),
         numpy.array(second, dtype=numpy.int64),
+        numpy.array(turn, dtype=numpy.int64),
         costs,
         growth,
         constants.host_cost,
@@ -158,7 +159,7 @@ class LoadModel:
             [classes, stages, channels + connections] ``work`` and [classes, stages] ``fill``, as in `Loads`.
         """
         chosen = parted[loads.flows.stage]
-        flows = Flows._make([*(each[chosen] for each in loads.flows[:7]), *loads.flows[7:]])
+        flows = Flows._make([*(each[chosen] for each in loads.flows[:8]), *loads.flows[8:]])
         work, fill, _ = self._by_class(flows, classes, parted, self._paths(pairs, paces))
         work[..., : self._network.links] *= loads.stretch[:, None]
         work[..., len(self._network.capacities) :] *= loads.stretch[:, None]

@@ -67,7 +67,7 @@ class Paces(NamedTuple):
         """The paces of a schedule's stages with these loads."""
         on_trees = numpy.array([not stage.collective and bool(stage.flows) for stage in stages], dtype=numpy.bool_)
         pairs = _both_ways(loads.pairs[on_trees], network)
-        # As in the engine, all rows may lie in one transfer's range.
+        # As in the engine, all rows may lie in one transfer's range, and exchanges follow each other.
         transfers = list(dict.fromkeys(transfer for stage in stages for transfer in stage.row_trees))
         shape = len(stages) + len(transfers), len(pairs)
         if shape[0] * shape[1] > _MOST:
@@ -161,8 +161,8 @@ def _carry(
                     continue
                 up, down = place[(first + rank) * ranks + parent], place[(first + parent) * ranks + rank]
                 carried[stage, up if way == 0 else down] += flows.copies[flow] * flows.wire[flow]
-                if ways[0] < 0:
-                    continue  # as in the engine, rows that travel once count in no pipeline
+                if ways[0] < 0 or flows.turn[flow] > 0:
+                    continue  # as in the engine, rows that travel once and exchanges count in no pipeline
                 for pair in (up, down):
                     pieces[stage, pair] = max(pieces[stage, pair], flows.pieces[flow])
                     further[stage, pair] = max(further[stage, pair], hops)

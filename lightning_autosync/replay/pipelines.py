@@ -16,7 +16,7 @@ class Flows(NamedTuple):
 
     Attributes:
         stage: stage of each flow.
-        up, down, wire, values, pieces, copies, second: as in `Flow`.
+        up, down, wire, values, pieces, copies, second, turn: as in `Flow`.
         costs: [stages, 7] seconds per byte to gather, to seal and to open, per frame at each end, and per hop; then the
             number of latencies of a hop, and seconds per byte at each of two roots.
         growth: [stages, ranks + 1] as in `Stage`; ones for dense stages.
@@ -31,6 +31,7 @@ class Flows(NamedTuple):
     pieces: Indices
     copies: Indices
     second: Indices
+    turn: Indices
     costs: Floats
     growth: Floats
     host_cost: float
@@ -93,8 +94,10 @@ def load(
 
     They are as in `Loads`. A hop belongs to the class of the slowest rank for which it waits.
 
-    A channel is idle until the first piece reaches it and after the last piece has left it. So for every channel a
-    stage takes at least the time to reach it, plus the load, plus the time from it to the end. The largest sum counts.
+    On trees a channel is idle until the first piece reaches it and after the last piece has left it. So for every
+    channel a stage takes at least the time to reach it, plus the load, plus the time from it to the end. The largest
+    sum counts. With exchanges between pairs it is idle between them, too. So the first piece takes the time of its
+    longest path, and each further one the load of the busiest channel.
 
     Args:
         flows, paths: flows of the stages, and where they travel.
@@ -105,19 +108,30 @@ def load(
     route, kind = numpy.zeros(shape, dtype=numpy.int32), numpy.zeros(shape, dtype=numpy.int64)
     hops = _Hops(route, kind, numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(shape), numpy.zeros(2))
     lead, trail = numpy.full(work.shape, numpy.inf), numpy.full(work.shape, numpy.inf)
+    path, pieces = numpy.zeros(fill.shape), numpy.zeros(fill.shape[1])
+    elapsed, heard = numpy.zeros(shape[1]), numpy.zeros(shape[1], dtype=numpy.int64)
     for flow in range(len(flows.stage)):
-        _classify(flows, paths, flow, classes, parted[flows.stage[flow]], hops.kind)
+        stage = flows.stage[flow]
+        if flows.turn[flow] == 1:
+            pieces[stage] += flows.copies[flow] * flows.pieces[flow]
+            elapsed[:], heard[:] = 0.0, classes * parted[stage]
+        _classify(flows, paths, flow, heard if flows.turn[flow] > 0 else classes, parted[stage], hops.kind)
         for way in (_UP, _DOWN):
             if _tree(flows, flow, way) >= 0:
                 _copy_routes(flows, paths, flow, way, hops)
                 count = _add_work(flows, paths, flow, way, hops, work, pairs)
                 _time_hops(flows, paths, flow, way, hops, count)
+        if flows.turn[flow] > 0:
+            _time_exchange(flows, paths, flow, hops, elapsed, heard)
+            for rank in range(len(elapsed)):
+                path[heard[rank], stage] = max(path[heard[rank], stage], elapsed[rank])
+            continue
         _time_pipeline(flows, paths, flow, hops)
         for way in (_UP, _DOWN):
             if _tree(flows, flow, way) >= 0:
                 _lower_margins(flows, paths, flow, way, hops, lead, trail)
     for number in range(len(work)):
-        _fill_pipelines(paths, work[number], lead[number], trail[number], fill[number])
+        _fill_pipelines(paths, work[number], lead[number], trail[number], path[number], pieces, fill[number])
 
 
 @compiled
@@ -127,12 +141,26 @@ def _tree(flows: Flows, flow: int, way: int) -> int:
 
 
 @compiled
+def _mutual(flows: Flows, flow: int) -> bool:
+    """As `Flow.mutual`."""
+    return bool(flows.turn[flow] > 0 and flows.up[flow] >= 0 and flows.down[flow] >= 0)
+
+
+@compiled
 def _classify(flows: Flows, paths: Paths, flow: int, classes: Indices, parted: bool, kind: Indices) -> None:
-    """Fill in ``kind`` [2, ranks]: the class of each rank's hop up and down its trees; at roots, that of their sums."""
+    """Fill in ``kind`` [2, ranks]: the class of each rank's hop up and down its trees; at roots, that of their sums.
+
+    ``classes`` are those of the ranks; for an exchange, of the slowest rank of which each has heard.
+    """
     kind[:] = 0
     if not parted:
         return
     up, down, latencies = flows.up[flow], flows.down[flow], flows.costs[flows.stage[flow], 5]
+    if flows.turn[flow] > 0:
+        kind[_UP] = classes
+        for rank in range(len(classes)):
+            kind[_DOWN, rank] = classes[paths.trees.parents[max(up, down), rank]]
+        return
     kind[_UP], kind[_DOWN] = classes, classes
     if up >= 0:
         for place in range(len(classes) - 1, -1, -1):
@@ -176,7 +204,7 @@ def _add_work(
     """
     ranks, stage, tree = paths.trees.parents.shape[1], flows.stage[flow], _tree(flows, flow, way)
     count = numpy.zeros(len(paths.capacities))
-    second = flows.second[flow]
+    second, mutual = flows.second[flow], _mutual(flows, flow)
     gather, seal, opening, frame, _, _, meet = flows.costs[stage]
     copies = flows.copies[flow]
     wire, values = copies * flows.wire[flow], copies * flows.values[flow]
@@ -199,7 +227,7 @@ def _add_work(
             count[channels[hop]] += share * (rank != second)
         handling = share * wire * flows.host_cost + copies * flows.pieces[flow] * frame
         sending = share * values * seal if way == _UP else 0.0
-        receiving = share * values * (meet if rank == second else gather if way == _UP else opening)
+        receiving = share * values * (meet if mutual or rank == second else gather if way == _UP else opening)
         own[paths.links + source] += handling + sending
         own[paths.links + target] += handling + receiving
         if paths.shared >= 0:
@@ -229,9 +257,28 @@ def _time_hops(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops, cou
             together = 1.0 if is_second else count[channels[hop]]
             slowest = max(slowest, together / capacities[channels[hop]])
         share = growth[sizes[rank] if way == _UP else ranks]
-        coding = meet if is_second else gather + seal if way == _UP else opening
+        coding = meet if is_second or _mutual(flows, flow) else gather + seal if way == _UP else opening
         piece = slowest * wire + share * values * coding
         hops.seconds[way, rank] = piece / pieces + latencies * paths.routes.latencies[route] + hop_cost
+
+
+@compiled
+def _time_exchange(flows: Flows, paths: Paths, flow: int, hops: _Hops, elapsed: Floats, heard: Indices) -> None:
+    """Add an exchange between pairs to ``elapsed`` [ranks], seconds until a piece is at a rank, and to ``heard``.
+
+    That is [ranks] the class of the slowest rank of which each has heard. What faster classes send is there before. A
+    pair goes on when both have sent, because what is left would share the links with the next exchange.
+    """
+    up, down = flows.up[flow], flows.down[flow]
+    for rank in range(len(elapsed)):
+        parent = paths.trees.parents[max(up, down), rank]
+        if parent < 0:
+            continue
+        one, other = heard[rank], heard[parent]
+        begun = max(elapsed[rank] * (one <= other), elapsed[parent] * (other <= one))
+        longest = max(hops.seconds[_UP, rank] * (up >= 0), hops.seconds[_DOWN, rank] * (down >= 0))
+        elapsed[rank] = elapsed[parent] = begun + longest
+        heard[rank] = heard[parent] = min(one, other)
 
 
 @compiled
@@ -317,8 +364,13 @@ def _lower_margins(flows: Flows, paths: Paths, flow: int, way: int, hops: _Hops,
 
 
 @compiled
-def _fill_pipelines(paths: Paths, work: Floats, lead: Floats, trail: Floats, fill: Floats) -> None:
-    """Fill in ``fill``: seconds by which a stage's longest path exceeds the load of its busiest channel."""
+def _fill_pipelines(
+    paths: Paths, work: Floats, lead: Floats, trail: Floats, path: Floats, pieces: Floats, fill: Floats
+) -> None:
+    """Fill in ``fill``: seconds by which a stage's longest path exceeds the load of its busiest channel.
+
+    ``path`` is that of a piece through all exchanges of pairs, of which there are so many ``pieces``.
+    """
     for stage in range(work.shape[0]):
         busiest, longest = 0.0, 0.0
         for channel in range(len(paths.capacities)):
@@ -327,4 +379,6 @@ def _fill_pipelines(paths: Paths, work: Floats, lead: Floats, trail: Floats, fil
                 busiest = max(busiest, load)
                 if channel < paths.links:
                     longest = max(longest, lead[stage, channel] + load + trail[stage, channel])
+        if pieces[stage] > 0:
+            longest = path[stage] + busiest * (1 - 1 / pieces[stage])
         fill[stage] = max(0.0, longest - busiest)

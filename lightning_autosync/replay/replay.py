@@ -292,7 +292,7 @@ def warm_up() -> None:
     workload = Workload(name="tiny", variables=(Variable(name="one", shape=(1000,)),))
     cluster = ClusterSpec.uniform(3, bandwidth=1e9)
     replay = Replay(workload, cluster)
-    for name in ("all_reduce", "byteps"):
-        schedule = compile_plan(builders.build(name, workload, cluster), workload, cluster)
+    for name, topology in (("all_reduce", "native"), ("all_reduce", "recursive_doubling"), ("byteps", "star")):
+        schedule = compile_plan(builders.build(name, workload, cluster, topology=topology), workload, cluster)
         replay.predict(schedule, "fluid")
         replay.predict(schedule, "frames")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy
 
 from lightning_autosync.plan import codecs
 from lightning_autosync.plan.messages import ITEMSIZE
+from lightning_autosync.plan.pairwise import PairwiseReduce
 from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,
@@ -32,15 +34,17 @@ ONWARDS, BACKWARDS = 1, -1
 
 
 class Flow(NamedTuple):
-    """A range of elements that is reduced up one tree and broadcast down another.
+    """A range of elements that is reduced up one tree and broadcast down another, or an exchange between pairs.
 
     Attributes:
         up, down: indices of the trees in `Forest`; `NOTHING` if it does not travel in that direction.
         wire: bytes of the range on the wire, encoded and framed.
-        values: bytes of the range in the memory of a rank.
+        values: bytes of the range in the memory of a rank; 0 if it adds nothing.
         pieces: number of pieces into which the range is cut.
         copies: number of ranges of this length on these trees.
         second: the second root of the trees, as in `TreeTransfer`; `NOTHING` if they have one root.
+        turn: number of an exchange between each rank and its parent, who send at the same time, from 1; 0 for trees. An
+            exchange follows the flow before it, piece by piece and rank by rank.
     """
 
     up: int
@@ -50,6 +54,12 @@ class Flow(NamedTuple):
     pieces: int
     copies: int = 1
     second: int = NOTHING
+    turn: int = 0
+
+    @property
+    def mutual(self) -> bool:
+        """Whether pairs of ranks send to each other."""
+        return self.turn > 0 and self.up >= 0 and self.down >= 0
 
 
 @dataclass
@@ -72,8 +82,10 @@ class Stage:
         latencies: number of one-way latencies of a hop on trees; a hop of a ring, which is gloo's, always has two.
         growth: [ranks + 1] share of a range that the sum over k ranks fills, only for rows; 1 if nothing is summed.
         row_trees: for each transfer of rows, its trees up and down, as in `Flow`; also where few rows leave it unused.
+            For exchanges between pairs, those of each exchange.
         gather, seal, open: core-seconds per byte of values to add a contribution, to encode, and to decode the sum.
-        meet: core-seconds per byte of values of each of two roots: it copies its own sum, and adds the other one.
+        meet: core-seconds per byte of values of each of two roots, or of a pair: it copies its own sum if that would
+            change before it has left, and adds the other one.
         handling: core-seconds per frame at each end, on top of the cost of every frame.
     """
 
@@ -133,6 +145,8 @@ class StageMaker:
             return self._two_levels(message, round)
         if message.in_shared_memory:
             return [self._shared_memory(message, round)]
+        if isinstance(round.transfers[0], PairwiseReduce) if round.transfers else False:
+            return [self._exchanges(message, round)]
         return self._all_reduces(message, round) if message.collective else [self._trees(message, round)]
 
     def _add_factors(self, message: Message, first: Sequence[Stage], second: Sequence[Stage]) -> None:
@@ -191,6 +205,28 @@ class StageMaker:
             seal=encode,
             open=decode,
             meet=gather + 1 / self._constants.copy_rate,
+        )
+
+    def _exchanges(self, message: Message, round: Round) -> Stage:
+        """Exchanges between pairs of ranks."""
+        constants, itemsize = self._constants, ITEMSIZE[message.dtype]
+        transfers = [one for one in round.transfers if isinstance(one, PairwiseReduce)]
+        flows = []
+        for transfer, copies in Counter(replace(one, start=0, stop=one.stop - one.start) for one in transfers).items():
+            size, pieces = transfer.stop * itemsize, -(-transfer.stop // transfer.segment)
+            for turn, swap in enumerate(transfer.swaps, 1):
+                row, sent = self._forest.row(swap.parents), size * swap.share
+                ways = row if swap.rises else NOTHING, row if swap.falls else NOTHING
+                flows.append(Flow(*ways, constants.framing * sent, sent * swap.adds, pieces, copies, turn=turn))
+        gather = 1 / constants.reduce_rate
+        return Stage(
+            message.index,
+            False,
+            launch=constants.exchange_cost,
+            flows=tuple(flows),
+            row_trees=tuple(((flow.up, flow.down),) for flow in flows),
+            gather=gather,
+            meet=gather if transfers[0].halves else gather + 1 / constants.copy_rate,
         )
 
     def _row(self, tree: Tree) -> int:

@@ -22,7 +22,7 @@ from lightning_autosync.workload import describe
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=needs_gpu)]
 CLUSTER = ClusterSpec.uniform(nodes=2, bandwidth=1e8)
-ON_TREES = ["ring", "tree", "star", "packed"]
+ON_TREES = ["ring", "tree", "star", "packed", "recursive_doubling", "halving_doubling"]
 SCRIPT = """
 import sys
 import torch

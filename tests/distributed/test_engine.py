@@ -11,11 +11,13 @@ from sweeps import SHARE, crossed, sweep
 from lightning_autosync.plan import topologies
 
 COMPRESSORS = ["none", "bf16", "int8", "topk", "powersgd"]
+IN_PAIRS = ["recursive_doubling", "halving_doubling"]
 TOLERANCES = {"none": 1e-6, "bf16": 0.01, "int8": 0.02, "powersgd": 1e-3}
 
 
 @pytest.mark.parametrize(
-    ("topology", "compressor"), [*crossed(["native", "star"], COMPRESSORS), ("shared_memory", "none")]
+    ("topology", "compressor"),
+    [*crossed(["native", "star"], COMPRESSORS), *((topology, "none") for topology in ["shared_memory", *IN_PAIRS])],
 )
 def test_parameters_unused_somewhere_get_the_mean_and_unused_everywhere_none(pool, topology, compressor) -> None:
     # A backward pass needs something to differentiate, so the middle rank uses what the others do not.
@@ -57,7 +59,7 @@ def test_accumulated_gradients_are_averaged_once(pool, topology: str) -> None:
 TREES = ["star", "tree", "ring", "double_tree"]
 
 
-@pytest.mark.parametrize(("topology", "segment"), [("native", None), *crossed(TREES, [None, 1024])])
+@pytest.mark.parametrize(("topology", "segment"), [("native", None), *crossed([*TREES, *IN_PAIRS], [None, 1024])])
 def test_notes_of_all_ranks_travel_with_gradients_and_change_none(pool, topology: str, segment: int | None) -> None:
     last = pool.world_size - 1
     for found, gap in pool.run(engine_calls.with_notes, topology=topology, segment=segment):
@@ -74,7 +76,7 @@ def test_roots_know_the_norms_of_sums(pool, topology: str, compressor: str) -> N
         assert refused
 
 
-@pytest.mark.parametrize("topology", ["native", "star", "tree", "ring"])
+@pytest.mark.parametrize("topology", ["native", "star", "tree", "ring", "halving_doubling"])
 def test_a_message_has_come_when_all_ranks_have_sent(pool, topology: str) -> None:
     found = pool.run(engine_calls.arrivals, topology=topology, key=f"arrivals {topology} {uuid4()}")
     assert all(before and not any(before) for before, _ in found[:-1])
@@ -133,14 +135,17 @@ def test_a_frozen_parameter_disturbs_nothing(pool, topology: str, compressor: st
         assert frozen[2:] == pytest.approx([frozen[1]] * 6)
 
 
-@pytest.mark.parametrize(("builder", "topology"), [("byteps", "star"), ("all_reduce", "shared_memory")])
+@pytest.mark.parametrize(
+    ("builder", "topology"),
+    [("byteps", "star"), *(("all_reduce", topology) for topology in ["shared_memory", *IN_PAIRS])],
+)
 def test_ranks_may_end_without_waiting_for_each_other(pool, builder: str, topology: str) -> None:
     trials = max(2, round(8 * SHARE))
     errors = pool.run(engine_calls.ended_without_a_barrier, builder=builder, topology=topology, trials=trials)
     assert errors == [[]] * pool.world_size
 
 
-@pytest.mark.parametrize("topology", ["ring", "shared_memory"])
+@pytest.mark.parametrize("topology", ["ring", "shared_memory", *IN_PAIRS])
 def test_a_rank_that_ends_early_is_named(pool, topology: str) -> None:
     errors = pool.run(engine_calls.fewer_steps, topology=topology, victim=2)
     assert errors.pop(2) == ""

@@ -23,7 +23,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "job", "topology"), crossed(CASES, ["native", "tree", "shared_memory"]))
+@pytest.mark.parametrize(
+    ("model", "job", "topology"), crossed(CASES, ["native", "tree", "shared_memory", "halving_doubling"])
+)
 def test_gradients_are_those_of_ddp_whatever_a_user_does_with_them(pool, model: str, job: str, topology: str) -> None:
     for gap in pool.run(gradient_calls.gap, model=model, job=job, topology=topology):
         assert gap < 2e-6

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lightning_autosync.documents import bytes_text
+from lightning_autosync.plan.pairwise import PairwiseReduce
 from lightning_autosync.plan.schedule import AllToAll, Schedule, TreeTransfer
 
 SHARE = 0.5
@@ -58,6 +59,11 @@ def buffer_bytes(schedule: Schedule, rank: int) -> int:
                     # Each of two roots receives the other's sum, and sends a copy of its own.
                     ranges = len(received) - (partner in received) + 2 * (partner >= 0)
                     total += ranges * (transfer.stop - transfer.start) * itemsize
+                elif isinstance(transfer, PairwiseReduce):
+                    # A rank receives what it adds in memory of its own, and sends a copy of a whole sum.
+                    for turn in transfer.turns(rank, (transfer.start, transfer.stop)):
+                        start, stop = turn.receives or (0, 0)
+                        total += turn.adds * (1 + (turn.sends == turn.receives)) * (stop - start) * itemsize
                 elif isinstance(transfer, AllToAll):
                     total += 2 * each.length * itemsize
     return total

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import AllReduce, AllToAll, Compressor, Message, Round, Schedule, Tree, TreeTransfer
+from lightning_autosync.plan import (
+    AllReduce,
+    AllToAll,
+    Compressor,
+    Message,
+    PairwiseReduce,
+    Round,
+    Schedule,
+    Tree,
+    TreeTransfer,
+)
 from lightning_autosync.plan.schedule import Transfer
 from lightning_autosync.replay import Constants, Prediction, Replay
 from lightning_autosync.workload import Variable, Workload
@@ -23,6 +33,10 @@ def one_switch(ranks: int, **fields: Any) -> ClusterSpec:
 def tree(parents: Sequence[int], pieces: int = 10, second_root: int = -1) -> TreeTransfer:
     shape = Tree(tuple(parents))
     return TreeTransfer(0, ELEMENTS, shape, shape, ELEMENTS // pieces, second_root)
+
+
+def in_pairs(order: Sequence[int], halves: bool = False, pieces: int = 1) -> PairwiseReduce:
+    return PairwiseReduce(0, ELEMENTS, ELEMENTS // pieces, tuple(order), halves)
 
 
 def all_reduce() -> AllReduce:

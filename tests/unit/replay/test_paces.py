@@ -66,6 +66,20 @@ def test_the_paces_beside_gathered_rows_are_the_engines(cluster: str) -> None:
     check_paces(made, work, spec)
 
 
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("topology", ["recursive_doubling", "halving_doubling"])
+def test_the_paces_beside_exchanges_between_pairs_are_the_engines(topology: str, cluster: str) -> None:
+    """The first two groups are exchanged in pairs, the others along packed trees."""
+    spec = CLUSTERS[cluster]
+    packed = builders.packed_trees(LAYERS, spec, bucket_bytes=1).groups
+    in_pairs = [group.model_copy(update={"topology": topology, "trees": None}) for group in packed[:2]]
+    plan = SyncPlan(world_size=spec.world_size, groups=(*in_pairs, *packed[2:]))
+    for scale in (1, 10):
+        made = compile_plan(plan, LAYERS, spec.scaled(scale))
+        check_paces(made, LAYERS, spec.scaled(scale))
+        check_held(made, LAYERS, spec.scaled(scale))
+
+
 def gathered(spec: ClusterSpec, rows: int) -> tuple[Schedule, Workload]:
     """A table whose touched rows all ranks gather, beside dense layers on packed trees."""
     table = Variable(name="t", shape=(400_000, 16), kind="row_sparse", rows=rows)

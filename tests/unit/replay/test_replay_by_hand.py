@@ -6,7 +6,19 @@ import itertools
 from typing import Any
 
 import pytest
-from replay_cases import ELEMENTS, IDEAL, RATE, all_reduce, one_switch, owned_by, price, schedule, tree, workload
+from replay_cases import (
+    ELEMENTS,
+    IDEAL,
+    RATE,
+    all_reduce,
+    in_pairs,
+    one_switch,
+    owned_by,
+    price,
+    schedule,
+    tree,
+    workload,
+)
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import (
@@ -67,6 +79,14 @@ CASES: dict[str, tuple[Any, Any, float]] = {
     "latency of two hops of two links": (one_switch(2, latency=0.01), [tree([-1, 0], 1)], 2.04),
     "latency of one hop of two links": (one_switch(2, latency=0.01), [tree([-1, 0], 1, second_root=1)], 1.02),
     "four ranks on two switches, two roots, whole": (RACKS, [tree([-1, 0, 0, 2], 1, second_root=2)], 3.0),
+    "pairs of four: two exchanges of all": (one_switch(4), [in_pairs(range(4))], 2.0),
+    "pairs of four, halves: half and a quarter, twice": (one_switch(4), [in_pairs(range(4), halves=True)], 1.5),
+    "pairs of four, ten pieces keep the links full": (one_switch(4), [in_pairs(range(4), pieces=10)], 2.0),
+    "pairs inside racks first: a quarter from two ranks": (RACKS, [in_pairs(range(4), halves=True)], 2.0),
+    "pairs across racks first": (RACKS, [in_pairs([0, 2, 1, 3], halves=True)], 2.5),
+    "pairs of two nodes of two": (PAIRS, [in_pairs(range(4))], 2.0),
+    "latency of two exchanges": (one_switch(4, latency=0.01), [in_pairs(range(4))], 2.04),
+    "latency of four exchanges": (one_switch(4, latency=0.01), [in_pairs(range(4), halves=True)], 1.58),
     "two collectives at a time": (one_switch(2), [all_reduce(), all_reduce()], 2.0),
 }
 
@@ -90,6 +110,15 @@ def test_priority_goes_before_place(detail: str) -> None:
     # In frames, a first piece of the other message has left before the urgent one is there.
     assert [span.end for span in spans] == pytest.approx([2.1, 1.1], abs=0.11)
     assert spans[1].end < spans[0].end
+
+
+def test_exchanges_between_pairs_share_links_where_ranks_are_early() -> None:
+    """Ranks 0 and 2 send to rank 1 at once, over its one link; then it sends to both at once.
+
+    A fluid lets the three exchanges follow each other.
+    """
+    assert price(one_switch(3), [in_pairs(range(3))], "frames").step_time == pytest.approx(4.0)
+    assert price(one_switch(3), [in_pairs(range(3))], "fluid").step_time == pytest.approx(3.0)
 
 
 def test_two_messages_between_different_pairs_share_a_link() -> None:
@@ -190,6 +219,24 @@ def test_costs_of_two_roots(constants: dict[str, float], seconds: float, detail:
     transfers = [tree([-1, 0], 1, second_root=1)]
     prediction = price(one_switch(2), transfers, detail, constants=IDEAL.model_copy(update=constants))
     assert prediction.step_time == pytest.approx(seconds, rel=2e-2)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+@pytest.mark.parametrize(
+    ("constants", "whole", "halves"),
+    [
+        ({"frame_cost": 0.01}, 2.04, 1.58),  # two exchanges, or four
+        ({"reduce_rate": RATE}, 4.0, 2.25),  # all ranks add two messages, or three quarters of one
+        ({"copy_rate": RATE}, 6.0, 3.5),  # packing, and copying into the gradient; and both sums before they leave
+    ],
+)
+def test_costs_of_exchanges_between_pairs(
+    constants: dict[str, float], whole: float, halves: float, detail: str
+) -> None:
+    costly = IDEAL.model_copy(update=constants)
+    for halved, seconds in ((False, whole), (True, halves)):
+        prediction = price(one_switch(4), [in_pairs(range(4), halved)], detail, constants=costly)
+        assert prediction.step_time == pytest.approx(seconds, rel=2e-2)
 
 
 @pytest.mark.parametrize("detail", ["frames", "fluid"])

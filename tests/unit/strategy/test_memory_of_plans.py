@@ -74,6 +74,18 @@ def test_two_roots_hold_the_sum_of_the_other_and_a_copy_of_their_own() -> None:
     assert [memory.buffer_bytes(schedule, rank) for rank in range(3)] == [4 * 1001 * ranges for ranges in (3, 4, 1)]
 
 
+def test_pairs_hold_what_they_add_and_copies_of_whole_sums() -> None:
+    """Of five ranks, rank 0 sends its contribution to rank 1 before the exchanges among the other four."""
+    cluster = ClusterSpec.uniform(5, bandwidth="1 Gbit/s")
+    for topology, further in (
+        ("recursive_doubling", [0, 5, 4, 4, 4]),
+        ("halving_doubling", [0, 1.75, 0.75, 0.75, 0.75]),
+    ):
+        schedule = compile_plan(builders.all_reduce(MODEL, cluster, topology=topology), MODEL, cluster)
+        found = [memory.buffer_bytes(schedule, rank) / 4 / 1001 - 1 for rank in range(5)]
+        assert found == pytest.approx(further, abs=1e-2)
+
+
 def test_what_compression_has_lost_takes_as_much_as_gradients() -> None:
     cluster = ClusterSpec.uniform(3, bandwidth="1 Gbit/s")
     taken = {}
