@@ -54,13 +54,16 @@ def groups(
     draw: st.DrawFn, number: int, variables: Sequence[Variable], size: int, lossy: bool, one_node: bool = False
 ) -> Group:
     architecture = draw(st.sampled_from(["all_reduce", "parameter_server"]))
-    shares = one_node and not lossy and architecture == "all_reduce" and variables[0].kind == "dense"
     dense = variables[0].kind == "dense"
-    # Rows that are gathered once need no server.
-    once = not dense and architecture == "all_reduce"
-    allowed = topologies.everywhere() + (("shared_memory",) if shares else ()) + (("gather_rows",) if once else ())
-    allowed = [name for name in allowed if topologies.find(name).compresses or not lossy]
-    topology = draw(st.sampled_from(allowed))
+    allowed = [
+        one
+        for one in map(topologies.find, topologies.names())
+        if architecture in one.architectures
+        and not (one.rows_only if dense else one.dense_only)
+        and (one_node or not one.one_node_only)
+        and (one.compresses or not lossy)
+    ]
+    topology = draw(st.sampled_from(allowed)).name
     kinds = ["fp16", "bf16", "int8", "topk", "powersgd"] if lossy else ["none"]
     compressor = Compressor(kind=draw(st.sampled_from(kinds)))
     partition = draw(partitions(variables, axes=compressor.kind != "powersgd"))

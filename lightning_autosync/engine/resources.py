@@ -167,7 +167,7 @@ class Resources:
         return ""
 
     def _open_transport(self, schedule: Schedule, cluster: ClusterSpec | None, address: str | None) -> None:
-        """Connect the neighbours on the trees of all messages, if there are trees."""
+        """Connect the neighbours on trees and in pairs of all messages, if there are any."""
         if not any(message.on_trees for message in schedule.messages):
             return
         self._rest()

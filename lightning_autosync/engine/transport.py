@@ -37,7 +37,10 @@ its last complete step."""
 
 
 class Frame(NamedTuple):
-    """The header of a frame, which carries one piece of a transfer up or down its tree; ``size`` is in bytes."""
+    """The header of a frame, which carries one piece of a transfer up or down its tree; ``size`` is in bytes.
+
+    Between pairs of ranks, ``transfer`` is the number of the piece, and ``piece`` that of the exchange.
+    """
 
     channel: int
     step: int

@@ -210,12 +210,12 @@ class Message:
 
     def __post_init__(self) -> None:
         transfers = (transfer for each in self.rounds for transfer in each.transfers)
-        if not (self.rows or self.compressor.kind != "none"):
-            return
-        for transfer in transfers:
-            two_roots = isinstance(transfer, TreeTransfer) and transfer.second_root >= 0
-            if two_roots or isinstance(transfer, PairwiseReduce):
-                raise ValueError(f"message '{self.name}': rows and compressed messages need trees with one root")
+        mutual = any(
+            isinstance(one, PairwiseReduce) or (isinstance(one, TreeTransfer) and one.second_root >= 0)
+            for one in transfers
+        )
+        if mutual and (self.rows or self.compressor.kind != "none"):
+            raise ValueError(f"message '{self.name}': rows and compressed messages need trees with one root")
 
     @property
     def tail(self) -> int:

@@ -163,17 +163,7 @@ class _FrameGraph:
         if not deferred:
             self._edges += list(zip(before, starts, strict=False))
         self._first_frames.append(len(self._nodes))
-        arrivals = list(starts)
-        for copy in range(max((flow.copies for flow in stage.flows), default=0)):
-            for flow in stage.flows:
-                if flow.turn == 1:
-                    ready = [list(starts) for _ in range(flow.pieces)]
-                if copy < flow.copies:
-                    urgency = float(order.urgency[number])
-                    if flow.turn:
-                        arrivals += self._add_exchange(stage, flow, ready, urgency)
-                    else:
-                        arrivals += self._add_flow(stage, flow, starts, urgency)
+        arrivals = starts + self._add_flows(stage, starts, float(order.urgency[number]))
         if stage.ring_steps:
             arrivals += self._add_ring(stage, starts)
         end = self._point()
@@ -188,6 +178,19 @@ class _FrameGraph:
         """Add a node with the fields of `Nodes`, where ``pair`` stands for the connection; returns its index."""
         self._nodes.append((pair, size, key, cost, after, release))
         return len(self._nodes) - 1
+
+    def _add_flows(self, stage: Stage, starts: Sequence[int], urgency: float) -> list[int]:
+        """Add the frames of all flows; returns their nodes."""
+        added: list[int] = []
+        for copy in range(max((flow.copies for flow in stage.flows), default=0)):
+            for flow in (one for one in stage.flows if copy < one.copies):
+                if flow.turn == 1:
+                    ready = [list(starts) for _ in range(flow.pieces)]
+                if flow.turn:
+                    added += self._add_exchange(stage, flow, ready, urgency)
+                else:
+                    added += self._add_flow(stage, flow, starts, urgency)
+        return added
 
     def _add_flow(self, stage: Stage, flow: Flow, starts: Sequence[int], urgency: float) -> list[int]:
         """Add the frames of all pieces; returns their nodes."""

@@ -57,6 +57,22 @@ def test_pairs_of_trees_equal_ddp(pool, size: int) -> None:
         assert max(found) < 1e-12
 
 
+@pytest.mark.parametrize("size", sweep([2, 3, 4, 5], [4, 5]))
+def test_exchanges_between_pairs_equal_ddp(pool, size: int) -> None:
+    cluster = uneven_cluster(size)
+    workload = describe(Net().double())
+    made = [
+        builders.all_reduce(workload, cluster, topology=topology, bucket_bytes=limit)
+        for topology in ("recursive_doubling", "halving_doubling")
+        for limit in (1, 1000, 10**8)
+    ]
+    answers = pool.run(
+        training.distances, plans=[plan.to_dict() for plan in made], cluster=cluster.to_dict(), double=True
+    )
+    for found in answers[:size]:
+        assert max(found) < 1e-12
+
+
 @examples(8, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_exact_plans_equal_ddp(pool, data: st.DataObject) -> None:

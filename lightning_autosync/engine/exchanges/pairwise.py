@@ -32,7 +32,7 @@ class _Meeting:
         came: whether they have arrived.
     """
 
-    __slots__ = ("_copy", "_received", "_sent", "_sum", "came", "inbox", "step", "turn")
+    __slots__ = ("_copy", "_outbox", "_received", "_sent", "_sum", "came", "inbox", "step", "turn")
 
     def __init__(self, turn: Turn, buffer: Tensor) -> None:
         self.turn, self.step, self.came = turn, 1, False
@@ -40,11 +40,16 @@ class _Meeting:
         # Zeros make the system provide the memory now. The sum may change before a whole one has left.
         self._copy = torch.zeros_like(self._sent) if turn.adds and turn.sends == turn.receives else None
         self._received = torch.zeros_like(self._sum) if turn.adds else self._sum
-        self.inbox = byte_view(self._received)
+        self.inbox, self._outbox = (
+            byte_view(self._received),
+            byte_view(self._sent if self._copy is None else self._copy),
+        )
 
     def send(self) -> memoryview:
         """The bytes to send, which do not change until they have left."""
-        return byte_view(self._sent if self._copy is None else self._copy.copy_(self._sent))
+        if self._copy is not None:
+            self._copy.copy_(self._sent)
+        return self._outbox
 
     def take(self) -> None:
         """Add what has come; then accept that of the next step. Both ranks get the same bits: a + b is b + a."""
@@ -138,7 +143,7 @@ class PairwiseExchange(TreeSteps, Exchange):
     def _end(self, meeting: _Meeting) -> None:
         if meeting.turn.receives is None:
             return
-        with profiled(self._name, "reduce"):
+        with profiled(self._name, "reduce" if meeting.turn.adds else "broadcast"):
             meeting.take()
         self._progress()
 

@@ -19,13 +19,13 @@ from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 
 
 class TreeSteps:
-    """The steps of one message on its trees: the part of a `Receiver` that is common to dense and row-wise messages.
+    """The steps of one message on the transport: the part of a `Receiver` that its exchanges have in common.
 
-    A step is complete when this rank has the sum of every transfer and has sent it to each child. A subclass calls
-    `_progress` for each sum that arrives; `_send` arranges the call for each sum that was sent.
+    A step is complete when this rank has the sum of every transfer and has sent what others need of it. A subclass
+    calls `_progress` for each sum that arrives; `_send` arranges the call for each sum that was sent.
 
     Args:
-        transport: connections to the peers on the trees.
+        transport: connections to the peers.
         channel: number of this exchange in frames, the same on all ranks.
         message: the message, for its priority and name.
         timeout: seconds to wait for other ranks.
@@ -90,7 +90,7 @@ class TreeSteps:
         """Queue ``wire`` for ``peer``.
 
         Args:
-            peer: a parent or child, or the other root.
+            peer: a parent or child, the other root, or the other rank of a pair.
             place: transfer, piece and phase.
             wire: bytes to send; they must not change until the step is complete.
             along: position of the piece in its transfer, 0 to 1; pieces with lower positions leave first.

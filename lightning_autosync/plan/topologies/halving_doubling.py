@@ -14,7 +14,7 @@ class HalvingDoubling(RecursiveDoubling):
 
     name = "halving_doubling"
     label = "halving and doubling"
-    hatch = "OO"
+    hatch = "**"
     offers = (Method("halving_doubling"),)
     halves = True
 

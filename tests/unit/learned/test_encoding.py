@@ -24,10 +24,11 @@ from lightning_autosync.learned.graph import (
     merge,
 )
 from lightning_autosync.learned.hetero import batch_graphs
-from lightning_autosync.learned.plan_arrays import plan_arrays
+from lightning_autosync.learned.plan_arrays import EVERYBODY, plan_arrays
 from lightning_autosync.learned.predefined import predefined, shard_set
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.plan.topologies import MODES
 from lightning_autosync.workload import Variable, Workload
 
 LINKS, HOSTS = RELATIONS.index(("message", "routed over", "link")), RELATIONS.index(("device", "handles", "message"))
@@ -96,6 +97,18 @@ def test_the_depth_of_a_pair_of_trees_is_their_mean(context: Context) -> None:
     pair = {"weight": 1.0, "parents": (-1, 0, 0), "broadcast": (-1, 0, 1)}
     arrays = plan_arrays(context, plan_of(context.workload, 3, topology="packed", trees=(pair,)))
     assert set(arrays.shards.depth) == {1.5}
+
+
+@pytest.mark.parametrize(("topology", "exchanges"), [("recursive_doubling", 3), ("halving_doubling", 4)])
+def test_exchanges_between_pairs_look_like_trees_that_every_rank_reduces(
+    topology: str, exchanges: int, context: Context
+) -> None:
+    """Among three ranks, there is an exchange before and one after those between the other two."""
+    found = plan_arrays(context, plan_of(context.workload, 3, topology=topology, segment=65536))
+    assert set(found.shards.root) == {EVERYBODY}
+    assert set(found.shards.depth) == {exchanges / 2}
+    assert set(found.shards.pieces) == {8}
+    assert set(found.mode) == {MODES.index("tree")}
 
 
 def test_many_messages_and_variables_are_merged_and_nothing_is_lost() -> None:

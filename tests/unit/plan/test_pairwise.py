@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan import PairwiseReduce, Schedule, builders, compile_plan
+from lightning_autosync.plan import PairwiseReduce, Schedule, builders, compile_plan, topologies
 from lightning_autosync.plan.pacing import sending_needs
 from lightning_autosync.plan.pairwise import Kind
 from lightning_autosync.plan.schedule import Compressor, Message, Round
+from lightning_autosync.plan.topologies import Facts
 from lightning_autosync.plan.traffic import sent_bytes
 from lightning_autosync.replay import Replay
 from lightning_autosync.workload import Variable, Workload
@@ -146,16 +147,25 @@ def test_a_message_of_pairs_is_not_compressed() -> None:
         Message(0, "one", ("weight",), 3, "float32", 0, 0, Compressor(kind="int8"), 0, whole)
 
 
-@pytest.mark.parametrize(
-    ("topology", "elements", "rate"), [("recursive_doubling", 256, "1 Gbit/s"), ("halving_doubling", 8192, "1 Gbit/s")]
-)
-def test_small_messages_among_many_ranks_are_soonest_there(topology: str, elements: int, rate: str) -> None:
-    """By the replay: 1 KiB and 32 KiB among 16 ranks with hops of 50 us."""
-    workload = Workload(name="small", variables=(Variable(name="weight", shape=(elements,), ready=0.0),))
-    cluster = ClusterSpec.uniform(16, bandwidth=rate, latency="25 us")
+@pytest.mark.parametrize(("topology", "size"), [("recursive_doubling", 8), ("halving_doubling", 32)])
+def test_small_messages_among_many_ranks_are_soonest_there(topology: str, size: int) -> None:
+    """By the replay: so many KiB among 64 ranks, 1 Gbit/s, 50 us from one rank to another."""
+    workload = Workload(name="small", variables=(Variable(name="weight", shape=(256 * size,), ready=0.0),))
+    cluster = ClusterSpec.uniform(64, bandwidth="1 Gbit/s", latency="25 us")
     replay = Replay(workload, cluster)
-    found = {}
-    for name in ("native", "ring", "tree", "star", "packed", "double_tree", *SHAPES):
-        plan = builders.all_reduce(workload, cluster, topology=name)
-        found[name] = replay.predict(compile_plan(plan, workload, cluster)).step_time
+    plans = {name: builders.build(name, workload, cluster) for name in ("ps", "byteps", "packed_trees")}
+    for name in ("native", "ring", "tree", "double_tree", *SHAPES):
+        plans[name] = builders.all_reduce(workload, cluster, topology=name)
+    found = {
+        name: replay.predict(compile_plan(plan, workload, cluster)).step_time for name, plan in sorted(plans.items())
+    }
     assert min(found, key=lambda name: found[name]) == topology
+    others = min(seconds for name, seconds in found.items() if name not in SHAPES)
+    assert others > 1.5 * found[topology]
+
+
+def test_spaces_offer_it_for_dense_blocks_among_eight_ranks_or_more() -> None:
+    for ranks, offered in ((7, set()), (8, SHAPES.keys())):
+        facts = Facts(ClusterSpec.uniform(ranks))
+        assert SHAPES.keys() & {*topologies.methods(facts, dense=True)} == offered
+        assert not SHAPES.keys() & {*topologies.methods(facts, dense=False)}

@@ -37,6 +37,7 @@ def plan_of(**fields: object) -> SyncPlan:
     [
         ({}, "backend's all-reduce", [0.25] * 4),
         ({"topology": "ring"}, "ring", [0.25] * 4),
+        ({"topology": "halving_doubling"}, "halving and doubling", [0.25] * 4),
         (
             {"architecture": "parameter_server", "topology": "star", "placement": [2]},
             "servers, star",
