@@ -161,8 +161,8 @@ def _carry(
                     continue
                 up, down = place[(first + rank) * ranks + parent], place[(first + parent) * ranks + rank]
                 carried[stage, up if way == 0 else down] += flows.copies[flow] * flows.wire[flow]
-                if ways[0] < 0 or flows.turn[flow] > 0:
-                    continue  # as in the engine, rows that travel once and exchanges count in no pipeline
+                if ways[0] < 0:
+                    continue  # as in the engine, rows that travel once count in no pipeline
                 for pair in (up, down):
                     pieces[stage, pair] = max(pieces[stage, pair], flows.pieces[flow])
                     further[stage, pair] = max(further[stage, pair], hops)

@@ -121,6 +121,11 @@ def test_exchanges_between_pairs_share_links_where_ranks_are_early() -> None:
     assert price(one_switch(3), [in_pairs(range(3))], "fluid").step_time == pytest.approx(3.0)
 
 
+def test_each_rank_sends_a_frame_in_each_exchange() -> None:
+    assert price(one_switch(4), [in_pairs(range(4))]).frames == 4 * 2
+    assert price(one_switch(4), [in_pairs(range(4), halves=True, pieces=10)]).frames == 4 * 4 * 10
+
+
 def test_two_messages_between_different_pairs_share_a_link() -> None:
     """Both come to rank 0 over its one link, along chains whose ends they begin at, and go back likewise.
 
