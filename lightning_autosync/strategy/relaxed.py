@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -22,6 +22,7 @@ from lightning_autosync.relaxed.base import Synchronizer
 from lightning_autosync.relaxed.factory import open_synchronizer
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import RelaxedCheckpoint
+from lightning_autosync.strategy.intercepted_steps import intercepted_steps
 from lightning_autosync.strategy.job import (
     RunningJob,
     announce_job,
@@ -118,6 +119,8 @@ class RelaxedReplica(Replica):
         """Whether this rank has begun a step since the last barrier."""
         self._refusals = ExitStack()
         """Refusals of collective calls, which other ranks would not join between two barriers."""
+        self._interception = ExitStack()
+        """Where steps of the optimizer come here during training."""
         self._samples = 0
         self._computing = self._stepping = False
         self._meter: RelaxedMeter | None = None
@@ -224,6 +227,11 @@ class RelaxedReplica(Replica):
         if self.rejoined and not self._in_step:
             drain = self._synchronizer.joined_after
             self._follow_progress(request_trainer_state(self._mesh, drain, self._settings.timeout))
+        self._intercept_steps(optimizers[0])
+
+    def _intercept_steps(self, optimizer: Optimizer) -> None:
+        stepping, make = partial(self.stepping, optimizer), partial(self._step, optimizer)
+        self._interception.enter_context(intercepted_steps(optimizer, stepping, make))
 
     def _check_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
         trainer = self._trainer
@@ -292,19 +300,7 @@ class RelaxedReplica(Replica):
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """A context in which ``optimizer.step(closure)`` computes gradients and passes them to the synchronizer."""
-        own = optimizer.step
-        wrapped = "step" in vars(optimizer)
-
-        def step(closure: Any = None, **_: Any) -> Any:
-            with torch.enable_grad():
-                loss = closure() if closure is not None else None
-            # The synchronizer may step the optimizer itself.
-            optimizer.step = own  # type: ignore[method-assign]
-            self._step(optimizer)
-            return loss
-
-        optimizer.step = step  # type: ignore[method-assign]
+        """The context of ``optimizer.step(closure)``, which passes gradients to the synchronizer."""
         before, self._stepping = self._stepping, True
         try:
             with self._computation():
@@ -312,10 +308,6 @@ class RelaxedReplica(Replica):
         finally:
             # With manual optimization, this runs within a training step, which continues.
             self._stepping = before
-            if wrapped:
-                optimizer.step = own  # type: ignore[method-assign]
-            else:
-                del optimizer.step
 
     def _step(self, optimizer: Optimizer) -> None:
         synchronizer = self._synchronizer
@@ -427,6 +419,7 @@ class RelaxedReplica(Replica):
     def close(self) -> None:
         """Stop synchronizing, and leave the mesh."""
         self._refusals.close()
+        self._interception.close()
         if self._synchronizer is not None:
             self._synchronizer.close()
             self._synchronizer = None

@@ -77,7 +77,7 @@ class Learner(LightningModule):
         self.slow, self.how, self.momentum, self.thaw, self.replace = slow, log, momentum, thaw, replace
         self.convert = convert
         self.late, self.adam, self.plateau, self.cycle = late, adam, plateau, cycle
-        self.automatic_optimization = log != "manual"
+        self.automatic_optimization = log not in ("manual", "raw")
         self.layers[0].bias.requires_grad_(not thaw)
         self.metric = MeanMetric(dist_sync_on_step=True)
         self.counts: dict[str, Any] = {}
@@ -116,10 +116,12 @@ class Learner(LightningModule):
         elif self.how == "manual":
             self.step_by_hand(loss)
             self.log("loss", loss.detach(), sync_dist=True, on_step=True)
+        elif self.how == "raw":
+            self.step_by_hand(loss, raw=True)
         return loss
 
-    def step_by_hand(self, loss: Tensor) -> None:
-        optimizer: Any = self.optimizers()
+    def step_by_hand(self, loss: Tensor, raw: bool = False) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=not raw)
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()

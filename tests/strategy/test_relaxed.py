@@ -28,6 +28,8 @@ MODES: dict[str, dict[str, Any]] = {
     "asynchronous": {"mode": "asynchronous"},
     "served": {"mode": "synchronous", "served": True},
 }
+EVERY_STEP = {"mode": "periodic", "period": 1, "outer": "averaging"}
+"""With plain SGD, this is DDP."""
 
 
 # The others are averaged as DiLoCo or served as with bounded staleness.
@@ -44,6 +46,11 @@ def test_servers_that_wait_for_all_are_ddp(duo, momentum: float) -> None:
     assert max(duo.run(relaxed_jobs.against_ddp, consistency=MODES["served"], momentum=momentum)) < 1e-5
 
 
+@pytest.mark.parametrize("consistency", [MODES["served"], EVERY_STEP], ids=["served", "averages"])
+def test_steps_of_the_raw_optimizer_are_synchronized(duo, consistency: dict[str, Any]) -> None:
+    assert max(duo.run(relaxed_jobs.against_ddp, consistency=consistency, log="raw")) < 1e-5
+
+
 @pytest.mark.parametrize("accumulated", sweep([1, 2], [2]))
 def test_buffers_follow_rank_0_where_servers_wait_for_all(duo, accumulated: int) -> None:
     # Cumulative statistics: every forward pass counts, and a counter that is set back shows. After the last step DDP
@@ -53,8 +60,7 @@ def test_buffers_follow_rank_0_where_servers_wait_for_all(duo, accumulated: int)
 
 
 def test_averaging_after_every_plain_step_is_ddp(duo) -> None:
-    every = {"mode": "periodic", "period": 1, "outer": "averaging"}
-    assert max(duo.run(relaxed_jobs.against_ddp, consistency=every)) < 1e-5
+    assert max(duo.run(relaxed_jobs.against_ddp, consistency=EVERY_STEP)) < 1e-5
 
 
 def test_an_epoch_is_one_pass_of_which_the_faster_rank_takes_more(duo) -> None:
