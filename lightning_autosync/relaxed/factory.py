@@ -17,7 +17,7 @@ from lightning_autosync.relaxed.periodic import Periodic
 from lightning_autosync.relaxed.server import ParameterServer
 from lightning_autosync.relaxed.transport.heartbeat import STALL
 from lightning_autosync.relaxed.transport.mesh import Mesh
-from lightning_autosync.workload import Workload, variable_names
+from lightning_autosync.workload import Workload, shortened_rows, variable_names
 
 _OF_GRADIENTS = ("architecture", "topology", "partition", "placement", "compressor", "local_aggregation")
 """Settings of a group that apply to the exchange of gradients, and are therefore not allowed for averages of models."""
@@ -94,7 +94,14 @@ def _check_groups(plan: SyncPlan, source: str) -> None:
 
 def _check_parameters(module: nn.Module) -> None:
     """Raise ``PlanError`` if servers cannot keep the parameters of a module."""
+    shortened = shortened_rows(module)
     for name, parameter in variable_names(module):
+        if parameter in shortened:
+            raise PlanError(
+                f"model: '{name}' is an embedding with max_norm: each forward pass rescales the rows that it reads, "
+                "but servers keep the parameters, and do not learn of that; allowed: plans of mode 'partial_reduce' or "
+                "'periodic', and synchronous plans without `served`"
+            )
         if parameter.is_complex():
             raise PlanError(
                 f"model: parameter '{name}' is complex, but servers keep real parameters only; allowed: plans of mode "

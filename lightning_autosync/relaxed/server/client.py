@@ -19,6 +19,7 @@ from lightning_autosync.relaxed.model_state import has_mean
 from lightning_autosync.relaxed.server.gradients import Gradients, pack_gradients
 from lightning_autosync.relaxed.server.node import NodeExchange
 from lightning_autosync.relaxed.server.optimizer import OptimizerRule, check, hyperparameters, join
+from lightning_autosync.relaxed.server.own_changes import OwnChanges
 from lightning_autosync.relaxed.server.protocol import Setup, pack_setup, parties_of
 from lightning_autosync.relaxed.server.rpc import PulledParameters, ServerRpc, whole_steps
 from lightning_autosync.relaxed.server.server import ShardServer
@@ -88,6 +89,8 @@ class ParameterServer(Synchronizer):
         self._buffers = buffers if isinstance(buffers, Mapping) else dict(buffers)
         self._shapes = {name: parameter.shape for name, parameter in parameters}
         self._model = ShardedModel(by_name, layout)
+        kept = sorted({piece.variable for shard in layout.shards for piece in shard.pieces})
+        self._own_changes = OwnChanges({name: by_name[name] for name in kept}, consistency.mode)
         self._shards = {shard.index: shard for shard in layout.shards if self._is_trained(shard)}
         self._of = {owner: layout.of(owner) for owner in layout.owners}
         self._loaded: dict[str, Any] = {"step": 0, "progress": 0.0, "optimizer": {}}
@@ -111,17 +114,20 @@ class ParameterServer(Synchronizer):
         self._loaded = {**self._loaded, "optimizer": {}}  # the servers have it now, so free the memory
         self._catch_up()
         self._sums = self._frozen_sums()
+        self._own_changes.met()
 
     def step(self, optimizer: Optimizer, samples: int) -> None:
         if optimizer is not self._optimizer:
             raise PlanError("optimizer: a parameter server can step only the optimizer that it was created with")
         self._samples += samples
+        self._own_changes.check()
         with self._waiting("servers"):
             gradients = self._model.gradients(self._shards.values())
             if self._node is None:
                 self._exchange(gradients, 1, ())
             else:
                 self._node.step(gradients, self._exchange)
+        self._own_changes.stepped()
         # Learning-rate schedulers warn unless the local optimizer has stepped. Here the servers' optimizers step.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -130,6 +136,7 @@ class ParameterServer(Synchronizer):
         return self._pulled.progress
 
     def drain(self) -> None:
+        self._own_changes.check()
         if self._node is not None:
             self._node.finish()
         for owner in self._layout.owners:
@@ -137,17 +144,27 @@ class ParameterServer(Synchronizer):
             header = {"samples": self._samples, "since": self._pulled.versions[owner]}
             self._rpc.send(owner, "server.drain", header, pack(carried))
         met: list[frozenset[int]] = []
+        tables: dict[int, int] = {}
 
         def pass_barrier(mail: Mail) -> None:
             met.append(frozenset(mail.header["met"]))
+            tables.update({int(index): number for index, number in mail.header["tables"].items()})
             self._pulled.install(mail)
 
         self._rpc.collect({"worker.drained": pass_barrier})
+        self._check_tables(tables)
         ranks = frozenset.intersection(*met)
         self.last_drain = Drain(max(self._pulled.epochs.values()), dict.fromkeys(sorted(ranks), 1))
         self._samples, self._sums = 0, self._frozen_sums()
+        self._own_changes.met()
         if self._node is not None:
             self._node.pass_barrier()
+
+    def _check_tables(self, sums: Mapping[int, int]) -> None:
+        """Compare tables with the servers' (`bit_sum` by shard), because answers replace only their changed rows."""
+        tables = [shard for shard in self._layout.shards if shard.index in sums]
+        unlike = (shard for shard in tables if int(bit_sum(self._model.slices(shard))) != sums[shard.index])
+        self._own_changes.refuse(shard.pieces[0].variable for shard in unlike)
 
     def resume(self) -> None:
         """Do nothing: servers already count all workers as active again at the barrier."""

@@ -15,7 +15,7 @@ server to worker
 --------------------  ------------------------------------------------------------------------------------
 ``worker.empty``      the server has no shards yet (answer to rank 0's join)
 ``worker.values``     parameters for the next step
-``worker.drained``    parameters at the barrier, when all workers have arrived
+``worker.drained``    parameters at the barrier, when all workers have arrived; sums of bits of whole tables
 ``worker.extend``     other workers, for which this one waits at the barrier, still push
 ``worker.state``      the optimizer's state
 ``worker.failed``     the server cannot continue, with the reason

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autosync.engine.replicas import bit_sum
 from lightning_autosync.errors import AutoSyncError, ExchangeError
 from lightning_autosync.plan.servers import Shard
 from lightning_autosync.relaxed.server.clock import Barrier, Push, StalenessClock, read_push
@@ -219,6 +220,7 @@ class ShardServer:
         step: int,
         everything: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
+        **facts: Any,
     ) -> None:
         """Send parameters: dense shards completely, of tables only the rows that changed after version ``since``."""
         assert self._setup is not None
@@ -238,6 +240,7 @@ class ShardServer:
             "version": self._store.version,
             "progress": self._clock.progress,
             "met": sorted(self._barrier.met),
+            **facts,
         }
         self._tell(rank, kind, header, pack(tensors))
 
@@ -274,9 +277,12 @@ class ShardServer:
             self._clock.add(party)
         step = self._clock.align()
         arrived, buffers = self._barrier.leave()
+        tables = {
+            str(index): int(bit_sum(self._store.values(index))) for index, shard in self._shards.items() if shard.width
+        }
         for rank, since in sorted(arrived.items()):
             if rank in self._present:
-                self._answer(rank, since, "worker.drained", step, buffers=buffers)
+                self._answer(rank, since, "worker.drained", step, buffers=buffers, tables=tables)
 
     def _give_state(self, mail: Mail) -> None:
         tensors: dict[str, Part] = {}
