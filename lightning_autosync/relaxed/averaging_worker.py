@@ -240,7 +240,7 @@ class AveragingWorker(Synchronizer):
 
         Args:
             kind: kind of the request, ``ready`` or ``arrive``.
-            elements: number of elements that must be equal on all members.
+            elements: number of elements that must be equal on all members, without those of running averages.
             flat_for: makes the flat buffer to average, from the group's header.
             **facts: further fields of the request.
 
@@ -364,10 +364,13 @@ class PartialReduce(AveragingWorker):
     def step(self, optimizer: Optimizer, samples: int) -> None:
         self._step_locally(optimizer, samples)
         facts = self._momentum_facts(self._model.parameters)
-        slots = self._momenta(self._model.parameters, facts.get("averages", []))
-        view = FlatView([*self._model.parameters, *slots])
-        flat = view.pack()
-        group, average = self._average_with_group("ready", flat.numel(), lambda _: flat, **facts)
+        parameters = self._model.parameters
+
+        def view(group: dict[str, Any]) -> FlatView:
+            return FlatView([*parameters, *self._momenta(parameters, group["averages"])])
+
+        elements = sum(FlatView(parameters).sizes)
+        group, average = self._average_with_group("ready", elements, lambda group: view(group).pack(), **facts)
         if len(group["members"]) > 1:
-            view.unpack(average)
+            view(group).unpack(average)
         self._iteration = group["iteration"]

@@ -282,7 +282,7 @@ class Coordinator:
         weights = dynamic_weights(iterations) if self._dynamic else constant_weights(len(members))
         whole = not self._in(Phase.DONE, Phase.ARRIVED)
         facts = {"number": group.number, "bridging": group.bridging, "active": active, "whole": whole}
-        self._call_group(members, weights, False, facts)
+        self._call_group(members, weights, False, self._averages(members), facts)
 
     def _open_barrier(self) -> None:
         members = tuple(self._in(Phase.ARRIVED))
@@ -294,18 +294,24 @@ class Coordinator:
         visits = [self._workers[rank].visit for rank in members]
         frozen = zip(*(self._workers[rank].frozen for rank in members), strict=False)  # unlike models are refused below
         unlike = [place for place, sums in enumerate(frozen) if len(set(sums)) > 1]
-        facts = {"averages": next(iter(averages), ()), "visits": visits, "unlike": unlike}
-        self._call_group(members, sample_weights(samples), True, facts)
+        facts = {"visits": visits, "unlike": unlike}
+        self._call_group(members, sample_weights(samples), True, averages, facts)
 
     def _averages(self, members: Iterable[int]) -> set[tuple[str, ...]]:
         """The sets of names of running averages, of workers whose optimizer has stepped; one element if all agree."""
         kept = (self._workers[rank].averages for rank in members)
         return {tuple(names) for names in kept if names}
 
-    def _call_group(self, members: tuple[int, ...], weights: list[float], drain: bool, facts: dict[str, Any]) -> None:
+    def _call_group(
+        self,
+        members: tuple[int, ...],
+        weights: list[float],
+        drain: bool,
+        averages: set[tuple[str, ...]],
+        facts: dict[str, Any],
+    ) -> None:
         workers = [self._workers[rank] for rank in members]
-        unlike = not drain and any(worker.averages != workers[0].averages for worker in workers)
-        if unlike or len(self._averages(members)) > 1:
+        if len(self._averages(members)) > 1:
             kept = "; ".join(f"rank {rank}: {_names(self._workers[rank].averages)}" for rank in members)
             self._stop(
                 f"momentum 'average' needs the same optimizer state on all workers, but they have {kept}; use the "
@@ -326,6 +332,7 @@ class Coordinator:
             "rates": workers[0].rates,
             "atomic": atomic,
             "drain": drain,
+            "averages": next(iter(averages), ()),
             **facts,
         }
         if self._period is not None:

@@ -124,10 +124,17 @@ class Periodic(AveragingWorker):
     def _average_fragments(self, due: list[int], optimizer: Optimizer, warming: bool) -> None:
         parameters = [parameter for index in due for parameter in self._fragments[index]]
         facts = self._momentum_facts(parameters)
-        view = FlatView([*parameters, *self._momenta(parameters, facts.get("averages", []))])
-        local = view.pack().to(self._dtype)
         facts |= {"rates": _rates(optimizer, parameters), **self._clock.facts()}
-        group, mean = self._average_with_group("ready", local.numel(), lambda _: local, **facts)
+
+        def view(group: dict[str, Any]) -> FlatView:
+            return FlatView([*parameters, *self._momenta(parameters, group["averages"])])
+
+        def pack(group: dict[str, Any]) -> Tensor:
+            return view(group).pack().to(self._dtype)
+
+        elements = sum(self._sizes[index] for index in due)
+        group, mean = self._average_with_group("ready", elements, pack, **facts)
+        local = FlatView(parameters).pack().to(self._dtype)
         result = mean.clone()
         begin = first = 0
         for index in due:
@@ -143,7 +150,7 @@ class Periodic(AveragingWorker):
                 # An update from some replicas' progress would be another one than that of the replicas that have ended.
                 outer.settle(mean[part])
             self._ages[index] = 0
-        view.unpack(result)
+        view(group).unpack(result)
         if warming:
             self._ages = first_ages(len(self._fragments), self._period)
         self._iteration = group["iteration"]

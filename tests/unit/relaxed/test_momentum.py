@@ -77,3 +77,33 @@ def test_who_averages_momenta_leaves_a_barrier_with_the_same(settings: dict[str,
 def test_local_momenta_stay_as_they_are() -> None:
     for before, after in train(SELDOM):
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{**SELDOM, "period": 1}, PAIRS], ids=["periodic", "partial reduce"])
+def test_a_rank_without_state_yet_averages_with_the_others(settings: dict[str, Any]) -> None:
+    """Rank 0's first batch has no loss, so its optimizer has nothing yet."""
+
+    def play(mesh: Mesh) -> list[list[Tensor]]:
+        module = nn.Linear(3, 2).double()
+        consistency = Consistency(**settings, momentum="average")
+        kind = PartialReduce if consistency.mode == "partial_reduce" else Periodic
+        worker: AveragingWorker = kind(mesh, ModelTensors.of(module), consistency, timeout=20.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        worker.start()
+        found = []
+        for step in range(2):
+            if mesh.rank or step:
+                gradients(module, 0, step)
+            worker.step(optimizer, 4)
+            found.append(momenta(optimizer))
+        worker.drain()
+        worker.close()
+        return found
+
+    (nothing, first), (halved, second) = together(2, play)
+    assert nothing == []
+    module = nn.Linear(3, 2).double()
+    gradients(module, 0, 0)
+    for momentum, parameter in zip(halved, module.parameters(), strict=True):
+        torch.testing.assert_close(momentum, parameter.grad / 2)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
