@@ -226,8 +226,8 @@ class Periodic(AveragingWorker):
 
 
 def _rates(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[float]:
-    """The learning rate of each parameter; 0 for one that the optimizer does not train."""
-    rates = {id(one): float(group["lr"]) for group in optimizer.param_groups for one in group["params"]}
+    """The learning rate of each parameter; 0 for one that the optimizer does not train, or without a rate."""
+    rates = {id(one): float(group.get("lr", 0.0)) for group in optimizer.param_groups for one in group["params"]}
     return [rates.get(id(parameter), 0.0) for parameter in parameters]
 
 

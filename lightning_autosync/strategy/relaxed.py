@@ -40,6 +40,7 @@ from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shared_data import SharedWork, batch_size, describe_equal_shares, share_data
 from lightning_autosync.strategy.trainer import (
     EpochBarrier,
+    check_closure,
     check_finders,
     check_module,
     check_one_loader,
@@ -249,6 +250,8 @@ class RelaxedReplica(Replica):
                 f"plan: consistency.mode '{self._mode}' needs exactly one optimizer, but the model has "
                 f"{len(optimizers)}; use one with several parameter groups"
             )
+        if not self._served:
+            check_closure(optimizers[0], self._mode)
 
     def _follow_progress(self, state: dict[str, Any] | None = None) -> None:
         """Let schedules and ``trainer.global_step`` follow the job's progress, and send it to ranks that return.

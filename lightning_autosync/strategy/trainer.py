@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +231,20 @@ def check_finders(trainer: Any, mode: str) -> None:
                 f"callbacks: {type(callback).__name__} trains before the job does, and does not wait for other ranks. "
                 f"Under mode '{mode}', remove it, and find the learning rate with a plan that synchronizes gradients"
             )
+
+
+def check_closure(optimizer: Optimizer, mode: str) -> None:
+    """Refuse an optimizer whose ``step`` needs a closure, which computes gradients several times within a step.
+
+    Raises:
+        PlanError: ``step`` has a closure without a default, as that of LBFGS.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(
+            f"optimizer: {type(optimizer).__name__}.step needs a closure, but under mode '{mode}' optimizers step "
+            "without one, once the gradients are there; use another optimizer, or a plan that synchronizes gradients"
+        )
 
 
 def check_module(module: nn.Module) -> None:

@@ -66,6 +66,7 @@ class Learner(LightningModule):
         adam: bool = False,
         plateau: bool = False,
         cycle: bool = False,
+        lbfgs: bool = False,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)]
@@ -76,7 +77,7 @@ class Learner(LightningModule):
         self.layers = nn.Sequential(*layers)
         self.slow, self.how, self.momentum, self.thaw, self.replace = slow, log, momentum, thaw, replace
         self.convert = convert
-        self.late, self.adam, self.plateau, self.cycle = late, adam, plateau, cycle
+        self.late, self.adam, self.plateau, self.cycle, self.lbfgs = late, adam, plateau, cycle, lbfgs
         self.automatic_optimization = log not in ("manual", "raw")
         self.layers[0].bias.requires_grad_(not thaw)
         self.metric = MeanMetric(dist_sync_on_step=True)
@@ -164,6 +165,8 @@ class Learner(LightningModule):
         optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), 0.02, momentum=self.momentum)
         if self.adam:
             optimizer = torch.optim.Adam(self.parameters(), 0.02)
+        if self.lbfgs:
+            optimizer = torch.optim.LBFGS(self.parameters(), 0.02)
         scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
         if self.cycle:
             scheduler = one_cycle(optimizer, self.trainer.estimated_stepping_batches)

@@ -201,6 +201,10 @@ def test_reductions_at_the_end_of_an_epoch_are_answered(duo) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "reduction in a step": ({"learner": {"log": "step"}}, "ExchangeError: .*inside a training step"),
+    "closures": (
+        {"learner": {"lbfgs": True}},
+        "optimizer: LBFGS.step needs a closure, but under mode 'partial_reduce'",
+    ),
     "reduction after a step by hand": (
         {"learner": {"log": "manual"}, "consistency": MODES["local SGD"]},
         "ExchangeError: .*inside a training step",

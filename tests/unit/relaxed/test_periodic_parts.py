@@ -182,6 +182,13 @@ def test_parameters_have_the_learning_rates_of_their_groups() -> None:
     assert _rates(optimizer, [one, other, untrained]) == [0.1, 0.3, 0.0]
 
 
+def test_parameters_of_an_optimizer_without_learning_rates_have_none() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    del optimizer.param_groups[0]["lr"]
+    assert _rates(optimizer, [weight]) == [0.0]
+
+
 def test_flat_tensors_come_back_as_they_went() -> None:
     source, target = Mixed(), Mixed()
     FlatView(ModelTensors.of(target).parameters).unpack(FlatView(ModelTensors.of(source).parameters).pack())
