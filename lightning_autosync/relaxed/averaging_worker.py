@@ -145,7 +145,7 @@ class AveragingWorker(Synchronizer):
         self._iteration, self._samples = group["iteration"], 0
         self.last_drain = Drain(group["generation"], dict(zip(group["members"], group["visits"], strict=True)))
         self._misplaced = "call resume() after drain()"
-        self._after_drain()
+        self._after_drain(group)
 
     def resume(self) -> None:
         self._misplaced = ""
@@ -187,8 +187,8 @@ class AveragingWorker(Synchronizer):
         """Tensors that a barrier averages in addition to the model."""
         return []
 
-    def _after_drain(self) -> None:
-        """Called when the model is the common average of a barrier."""
+    def _after_drain(self, group: dict[str, Any]) -> None:
+        """Called when the model is the common average of a barrier, with the header of its group."""
 
     def _own_state(self) -> dict[str, Any]:
         """Additional entries of :meth:`state_dict`."""

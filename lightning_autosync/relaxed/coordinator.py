@@ -60,6 +60,7 @@ class _Worker:
     iteration: int = 0
     samples: int = 0
     elements: int = 0
+    due: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     since: float = 0.0
     visit: int = 0
@@ -226,6 +227,7 @@ class Coordinator:
         worker.phase, worker.since, worker.generation = phase, now, None
         worker.iteration, worker.samples = header["iteration"], header["samples"]
         worker.elements, worker.rates = header["elements"], header.get("rates", [])
+        worker.due = header.get("due", [])
         worker.averages, worker.frozen = header.get("averages"), header.get("frozen", [])
         if self._period is not None and "step_time" in header:
             self._period.report(header["step_time"], header["exchange_time"])
@@ -253,7 +255,9 @@ class Coordinator:
     def _donate(self, now: float) -> None:
         """Let a waiting worker send its model to returning workers. All timeouts restart, so that these can follow."""
         joining = self._in(Phase.STARTING)
-        donors = self._in(Phase.WAITING, Phase.ARRIVED)
+        # Fragments are due for a returning worker when they are for its donor, so one that waits with the others.
+        trains = self._atomic and self._in(Phase.TRAINING, Phase.WAITING, Phase.GROUPED)
+        donors = self._in(Phase.WAITING) if trains else self._in(Phase.WAITING, Phase.ARRIVED)
         if joining and donors:
             donor = max(donors, key=lambda rank: (self._workers[rank].iteration, -rank))
             self._send_model(donor, joining, iteration=self._workers[donor].iteration)
@@ -321,6 +325,10 @@ class Coordinator:
         if len({worker.elements for worker in workers}) > 1:
             sizes = ", ".join(f"rank {rank} {self._workers[rank].elements}" for rank in members)
             self._stop(f"workers exchange different numbers of elements ({sizes}): they must train the same model")
+            return
+        if any(worker.due != workers[0].due for worker in workers):
+            due = ", ".join(f"rank {rank} {self._workers[rank].due}" for rank in members)
+            self._stop(f"workers average different fragments ({due}); this is a defect: please report it")
             return
         self._generation += 1
         atomic = self._atomic or drain

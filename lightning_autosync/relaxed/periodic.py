@@ -124,7 +124,7 @@ class Periodic(AveragingWorker):
     def _average_fragments(self, due: list[int], optimizer: Optimizer, warming: bool) -> None:
         parameters = [parameter for index in due for parameter in self._fragments[index]]
         facts = self._momentum_facts(parameters)
-        facts |= {"rates": _rates(optimizer, parameters), **self._clock.facts()}
+        facts |= {"due": due, "rates": _rates(optimizer, parameters), **self._clock.facts()}
 
         def view(group: dict[str, Any]) -> FlatView:
             return FlatView([*parameters, *self._momenta(parameters, group["averages"])])
@@ -160,13 +160,14 @@ class Periodic(AveragingWorker):
     def _drained_state(self) -> list[Tensor]:
         return [tensor for outer in self._outer for tensor in outer.state.values()]
 
-    def _after_drain(self) -> None:
-        begun = first_ages(len(self._fragments), self._period)
-        self._warn_of_a_long_period(begun)
+    def _after_drain(self, group: dict[str, Any]) -> None:
+        self._warn_of_a_long_period(first_ages(len(self._fragments), self._period))
+        # A worker without data took no part in the last averages, which may have changed the period.
+        self._period = group.get("period", self._period)
         self._updated.clear()
         for fragment, outer in zip(self._fragments, self._outer, strict=True):
             outer.settle(FlatView(fragment).pack().to(self._dtype))
-        self._ages = begun
+        self._ages = first_ages(len(self._fragments), self._period)
         self._clock.restart()
 
     def _warn_of_a_long_period(self, begun: list[int]) -> None:

@@ -151,6 +151,7 @@ _REQUEST = {
     "iteration": NonNegativeInt,
     "samples": NonNegativeInt,
     "elements": NonNegativeInt,
+    "due": (list[NonNegativeInt], ()),
     "rates": (list[float], ()),
     "averages": (list[str] | None, None),
     "frozen": (list[int], ()),

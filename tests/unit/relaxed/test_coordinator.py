@@ -282,6 +282,27 @@ def test_models_of_different_size_are_an_error() -> None:
     assert "different numbers of elements (rank 0 10, rank 1 12)" in reason
 
 
+def test_different_fragments_of_equal_size_are_an_error() -> None:
+    talk = Talk(2, Grouping(None), atomic=True)
+    talk.say(0, "ready", due=[0])
+    reason = talk.say(1, "ready", due=[1])[0].header["reason"]
+    assert "workers average different fragments (rank 0 [0], rank 1 [1])" in reason
+
+
+def test_a_returning_worker_has_the_same_fragments_due_as_those_that_train() -> None:
+    talk = Talk(3, Grouping(None), atomic=True)
+    talk.coordinator.lose(2, 1.0)
+    talk.say(0, "arrive", iteration=9)
+    assert talk.say(2, "start", 2.0) == []
+    commands = talk.say(1, "ready", 3.0, iteration=3)
+    assert [(one.rank, one.kind) for one in commands if one.kind != "extend"] == [(1, "donate"), (2, "take")]
+    # Where all have ended, there is no such worker.
+    talk = Talk(2, Grouping(None), atomic=True)
+    talk.coordinator.lose(1, 1.0)
+    assert talk.say(1, "start", 2.0) == []
+    assert [one.kind for one in talk.say(0, "arrive", 3.0)][:2] == ["donate", "take"]
+
+
 def test_whoever_was_given_up_must_start_again() -> None:
     talk = Talk(3, Grouping(2))
     talk.coordinator.lose(2, 1.0)

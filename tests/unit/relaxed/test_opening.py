@@ -95,6 +95,7 @@ def test_a_resumed_plan_has_its_own_period_unless_that_adapts(mesh) -> None:
     state = train_on(mesh, period=4)
     assert train_on(mesh, state, period=7)["period"] == 7
     state["period"] = 5
+    state["controller"]["pace"] = {"period": 5, "step_time": 0.0, "exchange_time": 0.0}
     assert train_on(mesh, state, period=7, overhead=0.1)["period"] == 5
 
 

@@ -71,6 +71,19 @@ def test_who_trains_on_after_others_have_ended_makes_no_outer_updates() -> None:
     assert before == after
 
 
+def test_who_has_ended_learns_at_the_barrier_how_long_the_period_is() -> None:
+    """Otherwise its fragments would be due at other steps than those of the others."""
+
+    def play(mesh: Mesh) -> int:
+        replica = Replica(mesh, period=2, outer="averaging", overhead=0.5)
+        replica.worker._period += 3 * mesh.rank  # as after an average in which rank 0 took no part
+        replica.worker.drain()
+        replica.worker.close()
+        return replica.worker._period
+
+    assert together(2, play) == [2, 2]
+
+
 def test_steps_within_a_period_are_reported() -> None:
     def play(mesh: Mesh) -> list[str]:
         replica = Replica(mesh, period=100, outer="averaging")
