@@ -110,7 +110,7 @@ def test_a_cluster_is_needed_and_ray_too(monkeypatch: pytest.MonkeyPatch) -> Non
         pass
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
-        pytest.raises(MissingPackageError, match=r'^launch=ray needs ray, .*"lightning-autosync\[ray\]"'),
+        pytest.raises(MissingPackageError, match=r'^launch=ray needs ray, .*"\.\[ray\]" in a checkout'),
         open_launch(ClusterSpec.uniform(nodes=1)),
     ):
         pass

@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 def test_a_missing_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "lightning_autosync.strategy.ray", raising=False)
-    told = r'needs ray, which is not installed: pip install "lightning-autosync\[ray\]"'
+    told = r'needs ray, which is not installed: pip install "\.\[ray\]" in a checkout'
     with pytest.raises(MissingPackageError, match=told):
         importlib.import_module("lightning_autosync.strategy.ray")
 
