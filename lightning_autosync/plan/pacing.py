@@ -70,7 +70,7 @@ def sending_needs(schedule: Schedule, topology: LinkGraph, rank: int, interface:
     A connection is left out if it may need its whole route, or stays inside a node, where no link is shared. It has no
     pace if it needs less than `LEAST_PART` of its route, or if a row-wise message travels over it, because the number
     of rows is unknown. The rate for such a message assumes equally many rows on all ranks, all of them in one transfer.
-    It has no pace either if pairs exchange a message over it, because it is used in one of their exchanges only.
+    It has no pace either if pairs exchange a message over it, because it is used in few of their exchanges.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.

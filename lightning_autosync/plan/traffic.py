@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 from lightning_autosync.plan import codecs
@@ -47,10 +48,11 @@ def _add(sent: list[float], message: Message, round: Round, transfer: Transfer) 
             sent[rank] += size * (transfer.reduce.parents[rank] >= 0)
             sent[rank] += size * len(transfer.broadcast.children[rank])
     elif isinstance(transfer, PairwiseReduce):
-        for piece in transfer.pieces:
+        # Pieces have at most two sizes, and what a rank sends of one depends on its size alone.
+        for size, pieces in Counter(stop - start for start, stop in transfer.pieces).items():
             for rank in range(ranks):
-                spans = (turn.sends for turn in transfer.turns(rank, piece))
-                sent[rank] += sum(encoded(*span) for span in spans if span)
+                spans = filter(None, (turn.sends for turn in transfer.turns(rank, (0, size))))
+                sent[rank] += pieces * sum(stop - start for start, stop in spans) * ITEMSIZE[message.dtype]
     elif isinstance(transfer, AllReduce):
         share = _ring(ranks, encoded(transfer.start, transfer.stop))
         for rank in range(ranks):

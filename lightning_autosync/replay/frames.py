@@ -37,7 +37,7 @@ such work).
 
 
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
-    """Number of frames that all ranks send in a step."""
+    """Number of frames that all ranks send in a step; at most, if numbers of ranks in pairs are no power of two."""
     hops = sum(
         flow.copies * flow.pieces * (ranks // 2 if flow.turn else ranks - 1) * ((flow.up >= 0) + (flow.down >= 0))
         for stage in stages

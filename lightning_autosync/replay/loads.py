@@ -159,7 +159,8 @@ class LoadModel:
             [classes, stages, channels + connections] ``work`` and [classes, stages] ``fill``, as in `Loads`.
         """
         chosen = parted[loads.flows.stage]
-        flows = Flows._make([*(each[chosen] for each in loads.flows[:8]), *loads.flows[8:]])
+        # The first nine fields have a value for each flow.
+        flows = Flows._make([*(each[chosen] for each in loads.flows[:9]), *loads.flows[9:]])
         work, fill, _ = self._by_class(flows, classes, parted, self._paths(pairs, paces))
         work[..., : self._network.links] *= loads.stretch[:, None]
         work[..., len(self._network.capacities) :] *= loads.stretch[:, None]

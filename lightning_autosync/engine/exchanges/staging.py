@@ -12,7 +12,7 @@ from lightning_autosync.engine.exchanges.rows import RowExchange, Rows
 
 
 class StagedExchange(Exchange):
-    """Runs a tree exchange on a host copy of a device buffer.
+    """Runs an exchange over the transport on a host copy of a device buffer.
 
     Args:
         inner: the exchange over ``host``.

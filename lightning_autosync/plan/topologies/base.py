@@ -166,7 +166,7 @@ class Topology(ABC):
         compresses: whether messages can be compressed.
         aggregates: whether a node can sum its own ranks' messages first (local aggregation).
         two_level: whether it always sums the messages of a node or rack first.
-        segmented: whether it runs along trees, in segments and by priority.
+        segmented: whether it runs over this package's own connections, in segments and by priority.
         takes_trees: whether a group may specify its trees.
     """
 

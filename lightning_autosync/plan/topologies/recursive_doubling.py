@@ -16,7 +16,7 @@ from lightning_autosync.plan.topologies.base import ALL_REDUCE, LARGEST_SEGMENT,
 class RecursiveDoubling(Topology):
     """Each rank has the sum after log2(n) exchanges, the fewest possible. So it suits the smallest messages.
 
-    Ranks of a node or rack meet first.
+    Ranks of a node or rack meet first, where these have equal numbers of ranks that are powers of two.
 
     Attributes:
         halves: as in `PairwiseReduce`.

@@ -22,7 +22,7 @@ LENGTH, SEGMENT = 7, 4
 
 
 class Queued:
-    """A transport of one rank; the frames to each other rank leave in order of urgency."""
+    """A transport of one rank; the frames to each other rank leave in the order of the calls."""
 
     error = None
 

@@ -11,7 +11,7 @@ from clusters import asymmetric_cluster
 from replay_cases import IDEAL, RATE, one_switch, price, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import Schedule, builders, compile_plan
+from lightning_autosync.plan import Compressor, Schedule, builders, compile_plan
 from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.replay.conditions import classify
 from lightning_autosync.replay.paces import Paces
@@ -76,6 +76,24 @@ def test_fluids_agree_with_frames(cases: int, most: float, kinds: Kinds, median:
     assert numpy.median(errors) < median
     assert numpy.quantile(errors, 0.9) < most
     assert errors.max() < 0.15
+
+
+def test_messages_of_several_kinds_keep_their_own_exchanges() -> None:
+    """The second round of the first message sends nothing before the slowest rank is ready, unlike the others."""
+    cluster = with_speeds(ClusterSpec.star([RATE] * 8), [1.0] * 4 + [0.4] * 4)
+    variables = [Variable(name=f"v{i}", shape=(300, 400)) for i in range(3)]
+    work = Workload(name="some", variables=tuple(variables), backward_time=2.0)
+    plan = builders.build("ps", work, cluster)
+    changes: list[dict[str, Any]] = [
+        {"topology": "tree", "compressor": Compressor(kind="powersgd")},
+        {"topology": "recursive_doubling", "architecture": "all_reduce", "placement": None},
+        {"topology": "tree"},
+    ]
+    groups = tuple(group.model_copy(update=change) for group, change in zip(plan.groups, changes, strict=True))
+    made = compile_plan(plan.model_copy(update={"groups": groups, "semantics": "compressed"}), work, cluster)
+    pricing = Replay(work, cluster, Constants.ideal())
+    fluid, frames = (pricing.predict(made, detail).step_time for detail in ("fluid", "frames"))
+    assert fluid == pytest.approx(frames, rel=0.05)
 
 
 @DETAILS
