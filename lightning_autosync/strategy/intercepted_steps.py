@@ -1,4 +1,4 @@
-"""Steps of an optimizer that a replica makes, whoever calls them."""
+"""`intercepted_steps`: during training, each call of an optimizer's ``step`` goes to the replica."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from torch.optim import Optimizer
 def intercepted_steps(
     optimizer: Optimizer, stepping: Callable[[], AbstractContextManager[None]], make: Callable[[], None]
 ) -> Iterator[None]:
-    """A context in which ``optimizer.step(closure)`` computes gradients by ``closure``, if given, and calls ``make()``.
+    """A context in which ``optimizer.step(closure)`` calls ``closure``, if given, and then ``make()``.
 
-    This includes calls of scripts that have the optimizer itself, without the framework's wrapper. Within ``make``,
-    ``optimizer.step`` is the optimizer's own method.
+    This holds for Lightning's calls and for a script's own. Within ``make``, and after the context, ``optimizer.step``
+    makes the optimizer's own step.
 
     Args:
         optimizer: the optimizer, whose ``step`` is replaced.
-        stepping: makes the context of a step.
-        make: makes the step once the gradients are there.
+        stepping: returns the context of a step.
+        make: makes a step with gradients that ``closure`` or the script has computed.
     """
-    own, wrapped, passes = optimizer.step, "step" in vars(optimizer), False
+    own, wrapped, calls_own = optimizer.step, "step" in vars(optimizer), False
 
     @wraps(own)
     def step(_: Optimizer, closure: Any = None, **options: Any) -> Any:
-        nonlocal passes
-        if passes:
+        nonlocal calls_own
+        if calls_own:
             return own(**options) if closure is None else own(closure, **options)
         with stepping():
             with torch.enable_grad():
                 loss = closure() if closure is not None else None
-            passes = True
+            calls_own = True
             try:
                 make()
             finally:
-                passes = False
+                calls_own = False
         return loss
 
     # A method, because learning-rate schedules unwrap one.
@@ -48,7 +48,7 @@ def intercepted_steps(
     try:
         yield
     finally:
-        passes = True  # for those who kept the replaced method, as a schedule made during training
+        calls_own = True  # for those who kept the replaced method, as a schedule made during training
         if wrapped:
             optimizer.step = own  # type: ignore[method-assign]
         else:

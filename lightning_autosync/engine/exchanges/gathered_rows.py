@@ -16,7 +16,7 @@ import torch
 
 from lightning_autosync.engine.exchanges.base import byte_view
 from lightning_autosync.engine.exchanges.rows import RowExchange, Rows, add_rows
-from lightning_autosync.engine.exchanges.trees import TreeSteps
+from lightning_autosync.engine.exchanges.trees import TransportSteps
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.transport import DOWN, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
@@ -57,7 +57,7 @@ class _Step:
     open: int
 
 
-class RowGatherExchange(TreeSteps, RowExchange):
+class RowGatherExchange(TransportSteps, RowExchange):
     """Rows of every rank along trees that start there.
 
     A rank that has all rows of a step may begin the next one, while others still wait for rows of this step. None gets

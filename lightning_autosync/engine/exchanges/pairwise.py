@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_autosync.engine.exchanges.base import Exchange, byte_view
-from lightning_autosync.engine.exchanges.trees import TreeSteps
+from lightning_autosync.engine.exchanges.trees import TransportSteps
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.transport import UP, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
@@ -77,7 +77,7 @@ class _Piece:
         self.current: _Meeting | None = None
 
 
-class PairwiseExchange(TreeSteps, Exchange):
+class PairwiseExchange(TransportSteps, Exchange):
     """A dense message whose pieces pairs of ranks exchange.
 
     Args:

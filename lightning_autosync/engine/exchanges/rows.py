@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autosync.engine.exchanges.base import byte_view
-from lightning_autosync.engine.exchanges.trees import TreeSteps
+from lightning_autosync.engine.exchanges.trees import TransportSteps
 from lightning_autosync.engine.profiling import profiled
 from lightning_autosync.engine.transport import DOWN, UP, Frame, Peer, Transport
 from lightning_autosync.errors import ExchangeError
@@ -121,7 +121,7 @@ class _Path:
     total: Rows | None = None
 
 
-class RowTreeExchange(TreeSteps, RowExchange):
+class RowTreeExchange(TransportSteps, RowExchange):
     """Rows along trees: merged on the way up; the union is broadcast on the way down."""
 
     def __init__(

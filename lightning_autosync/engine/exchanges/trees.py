@@ -18,7 +18,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 
 
-class TreeSteps:
+class TransportSteps:
     """The steps of one message on the transport: the part of a `Receiver` that its exchanges have in common.
 
     A step is complete when this rank has the sum of every transfer and has sent what others need of it. A subclass
@@ -229,7 +229,7 @@ class _Piece:
             self.coded.encode(overwrite=self.path.up_parent is None)
 
 
-class TreeExchange(TreeSteps, Exchange):
+class TreeExchange(TransportSteps, Exchange):
     """One round of a dense message over its trees.
 
     Args:

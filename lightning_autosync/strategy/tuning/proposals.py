@@ -333,17 +333,17 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     near = [each for each in ranked if each.predicted < LEAST_GAIN * best.predicted]
     # With overlap, the search fits plans to a computation that is assumed, and builders do not.
     unfitted = [each for each in near if each.name != SEARCHED] if overlaps else near
-    best = fastest = quick = next(iter(unfitted), best)
+    best = fastest = shortest = next(iter(unfitted), best)
     if all(each.balanced is not None for each in unfitted):
-        quick = min(unfitted, key=_balanced, default=best)
-        alike = [each for each in unfitted if _balanced(each) <= _ALIKE * _balanced(quick)]
+        shortest = min(unfitted, key=_balanced, default=best)
+        alike = [each for each in unfitted if _balanced(each) <= _ALIKE * _balanced(shortest)]
         best = min(alike, key=lambda each: each.busy, default=best)
     usual = min(natives, key=_balanced)
     if ddp.balanced is None or ddp.balanced <= LEAST_GAIN * _balanced(usual):
         usual = ddp
     least_gain = _GAIN_WITH_OVERLAP if overlaps else LEAST_GAIN
     faster = native.predicted > least_gain * fastest.predicted
-    suits = quick.balanced is None or quick.balanced <= LEAST_GAIN * _balanced(usual)
+    suits = shortest.balanced is None or shortest.balanced <= LEAST_GAIN * _balanced(usual)
     first = best if faster and suits else usual
     cost = links.constants.shared_host_cost(links.cluster.world_size)
     sized = links.cluster.measured and ddp.name == DDP  # the user left the sizes of messages to the search

@@ -11,32 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from queued_transport import QueuedTransport
 from sweeps import examples
 
 from lightning_autosync.engine.exchanges.pairwise import PairwiseExchange
-from lightning_autosync.engine.transport import Frame, Peer
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Compressor, Message, PairwiseReduce, Round
 
 LENGTH, SEGMENT = 7, 4
-
-
-class Queued:
-    """A transport of one rank; the frames to each other rank leave in the order of the calls."""
-
-    error = None
-
-    def __init__(self, rank: int, network: Network) -> None:
-        self.rank, self._network = rank, network
-
-    def register(self, channel: int, receiver: Any) -> None:
-        self.receiver = receiver
-
-    def submit(self, call: Callable[[], None]) -> None:
-        call()
-
-    def send(self, peer: Peer, frame: Frame, wire: memoryview, urgency: Any, sent: Callable[[], None]) -> None:
-        self._network.queues[self.rank, peer.rank].append((frame, wire, sent))
 
 
 class Network:
@@ -47,7 +29,7 @@ class Network:
         name = str(dtype).removeprefix("torch.")
         message = Message(0, "one", ("weight",), length - 1, name, 0, 0, Compressor(), 0, (whole,))
         self.queues: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
-        self.transports = [Queued(rank, self) for rank in range(ranks)]
+        self.transports = [QueuedTransport(rank, self.queues) for rank in range(ranks)]
         self.buffers = [torch.zeros(length, dtype=dtype) for _ in range(ranks)]
         self.exchanges = [
             PairwiseExchange(transport, 0, rank, message, whole, self.buffers[rank], 0.2)  # type: ignore[arg-type]

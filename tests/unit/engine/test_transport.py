@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.engine.exchanges.trees import TreeSteps
+from lightning_autosync.engine.exchanges.trees import TransportSteps
 from lightning_autosync.engine.transport import _HEADER, DOWN, UP, Frame, Peer, Transport, _Connection
 from lightning_autosync.errors import ExchangeError
 
@@ -199,7 +199,7 @@ def test_contributions_leave_before_more_urgent_complete_sums_only_if_sums_come_
     for priority, phase in ((1, DOWN), (0, UP)):
         message: Any = SimpleNamespace(name="layer", priority=priority)
         transport: Any = SimpleNamespace(send=send)
-        steps = TreeSteps(transport, 0, message, 1.0)
+        steps = TransportSteps(transport, 0, message, 1.0)
         steps.sums_first = sums_first
         steps._send(Peer(1), (0, 0, phase), memoryview(b""))
     assert [phase for _, phase in sorted(sent)] == ([UP, DOWN] if sums_first else [DOWN, UP])

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from queued_transport import QueuedTransport
 from sweeps import examples
 
 from lightning_autosync.engine.exchanges.trees import TreeExchange
-from lightning_autosync.engine.transport import UP, Frame, Peer
+from lightning_autosync.engine.transport import UP
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Compressor, Message, Round, Tree, TreeTransfer
 
@@ -24,31 +25,12 @@ WHOLE = Round(LENGTH, (TreeTransfer(0, LENGTH, CHAIN, CHAIN, SEGMENT, second_roo
 MESSAGE = Message(0, "one", ("weight",), LENGTH - 1, "float32", 0, 0, Compressor(), 0, (WHOLE,))
 
 
-class Queued:
-    """A transport whose frames leave when the test says so, in order for each peer."""
-
-    error = None
-
-    def __init__(self, rank: int, network: Network) -> None:
-        self.rank, self._network = rank, network
-
-    def register(self, channel: int, receiver: Any) -> None:
-        self.receiver = receiver
-
-    def submit(self, call: Callable[[], None]) -> None:
-        call()
-
-    def send(self, peer: Peer, frame: Frame, wire: memoryview, urgency: Any, sent: Callable[[], None] | None) -> None:
-        assert peer.interface == CHAIN.interface
-        self._network.queues[self.rank, peer.rank].append((frame, wire, sent))
-
-
 class Network:
     """Three ranks, each with a buffer and its exchange."""
 
     def __init__(self) -> None:
         self.queues: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in ((0, 1), (1, 0), (1, 2), (2, 1))}
-        self.transports = [Queued(rank, self) for rank in range(3)]
+        self.transports = [QueuedTransport(rank, self.queues, CHAIN.interface) for rank in range(3)]
         self.buffers = [torch.zeros(LENGTH) for _ in range(3)]
         self.exchanges = [
             TreeExchange(transport, 0, rank, MESSAGE, WHOLE, self.buffers[rank], 0.2)  # type: ignore[arg-type]

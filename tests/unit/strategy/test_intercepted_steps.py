@@ -1,4 +1,4 @@
-"""Whoever calls an optimizer's step during training, the replica makes it; afterwards the optimizer steps itself."""
+"""During training, calls of an optimizer's step go to the replica. Afterwards they make the optimizer's own step."""
 
 from __future__ import annotations
 
