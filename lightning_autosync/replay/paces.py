@@ -10,7 +10,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.cluster.units import FRAMING, PAYLOAD_SHARE
-from lightning_autosync.plan.pacing import HEADROOM, LEAST_PART, send_buffers
+from lightning_autosync.plan.pacing import HEADROOM, LEAST_PART, NARROWEST, send_buffers
 from lightning_autosync.replay.compiled import compiled
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Flags, Floats, Indices, Integers, NetworkArrays, Routes, Trees
@@ -86,14 +86,15 @@ class Paces(NamedTuple):
         for number, transfer in enumerate(transfers, len(stages)):
             _count_rows(numpy.array(transfer), trees, network.routes, place, carried[number], work[number])
         carried[: len(stages)][[bool(stage.row_trees) for stage in stages]] = 0
-        rate, whole = _needed(pairs, carried, work, network.routes, network.capacities)
+        nodes = numpy.array(network.link_graph.spec.rank_nodes)
+        apart = nodes[pairs // network.ranks % network.ranks] != nodes[pairs % network.ranks]
+        rate, whole, passed, limiting = _needed(pairs, carried, work, network.routes, network.capacities)
+        free = apart & (carried[len(stages) :].any(axis=0) | (rate >= whole))
+        free = _with_neighbours(free, passed & apart[:, None], limiting)
         fills = numpy.zeros((1 + max(stage.message for stage in stages), len(pairs)))
         numpy.add.at(fills, [stage.message for stage in stages], further)
         pace = HEADROOM * (1 + fills.max(axis=0) / numpy.maximum(pieces.sum(axis=0), 1)) * rate
-        nodes = numpy.array(network.link_graph.spec.rank_nodes)
-        apart = nodes[pairs // network.ranks % network.ranks] != nodes[pairs % network.ranks]
-        dense = ~carried[len(stages) :].any(axis=0)
-        paced = apart & dense & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
+        paced = apart & ~free & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
         used = apart & carries
         return cls(pairs[paced], pace[paced], pairs[used], _held(pairs, rate, whole, paced, network)[used])
 
@@ -217,18 +218,40 @@ def _halves(parents: Integers, order: Integers, tree: int, second: int) -> tuple
 
 
 @compiled
-def _needed(pairs: Indices, carried: Floats, work: Floats, routes: Routes, capacities: Floats) -> tuple[Floats, Floats]:
-    """[pairs] bytes/s that a connection needs at most in any mix of stages and rows, and those of its route alone."""
-    ranks = routes.between.shape[1]
+def _needed(
+    pairs: Indices, carried: Floats, work: Floats, routes: Routes, capacities: Floats
+) -> tuple[Floats, Floats, Flags, Flags]:
+    """What connections need in any mix of stages and rows.
+
+    Returns:
+        [pairs] bytes/s that a connection needs at most; those of its route alone; and [pairs, channels] whether it uses
+        a channel, and whether that limits it.
+    """
     needed, whole = numpy.full(len(pairs), numpy.inf), numpy.full(len(pairs), numpy.inf)
+    used = numpy.zeros((len(pairs), len(capacities)), dtype=numpy.bool_)
+    limiting = numpy.zeros((len(pairs), len(capacities)), dtype=numpy.bool_)
+    allowed = numpy.zeros(len(capacities))
     for place in range(len(pairs)):
-        route = routes.between[pairs[place] // ranks, pairs[place] % ranks]
-        for hop in range(routes.starts[route], routes.starts[route + 1]):
-            channel = routes.hops[hop]
+        route = routes.between[pairs[place] // routes.between.shape[1], pairs[place] % routes.between.shape[1]]
+        channels = routes.hops[routes.starts[route] : routes.starts[route + 1]]
+        for channel in channels:
             share = 0.0
             for stage in range(len(carried)):
                 if carried[stage, place] > 0:
                     share = max(share, carried[stage, place] / work[stage, channel])
-            needed[place] = min(needed[place], share * capacities[channel])
+            allowed[channel] = share * capacities[channel]
+            needed[place] = min(needed[place], allowed[channel])
             whole[place] = min(whole[place], capacities[channel])
-    return needed, whole
+        for channel in channels:
+            used[place, channel] = allowed[channel] > 0
+            limiting[place, channel] = used[place, channel] and allowed[channel] < NARROWEST * needed[place]
+    return needed, whole, used, limiting
+
+
+def _with_neighbours(free: Flags, used: Flags, limiting: Flags) -> Flags:
+    """[pairs] the free ones, and those that a link limits which a free one uses, and so on; as in the engine."""
+    while True:
+        reached = ~free & limiting[:, used[free].any(axis=0)].any(axis=1)
+        if not reached.any():
+            return free
+        free = free | reached

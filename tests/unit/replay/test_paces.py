@@ -80,6 +80,21 @@ def test_the_paces_beside_exchanges_between_pairs_are_the_engines(topology: str,
         check_held(made, LAYERS, spec.scaled(scale))
 
 
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_paces_beside_connections_without_are_the_engines(cluster: str) -> None:
+    """Some messages have one server each, and others travel in parts over packed trees."""
+    spec = CLUSTERS[cluster]
+    packed, served = (build(LARGE, spec).groups for build in (builders.packed_trees, builders.ps_load_balancing))
+    alone = [group for group in served if group.variables[0] == "v3"]
+    others = [one.model_copy(update={"variables": ("v0", "v1")}) for one in packed[:1]]
+    others += [
+        one.model_copy(update={"variables": (f"v{k}",), "name": f"g{k}"}) for one in packed[:1] for k in (2, 4, 5, 6, 7)
+    ]
+    made = compile_plan(SyncPlan(world_size=spec.world_size, groups=(*others, *alone)), LARGE, spec)
+    check_paces(made, LARGE, spec)
+    check_held(made, LARGE, spec)
+
+
 def gathered(spec: ClusterSpec, rows: int) -> tuple[Schedule, Workload]:
     """A table whose touched rows all ranks gather, beside dense layers on packed trees."""
     table = Variable(name="t", shape=(400_000, 16), kind="row_sparse", rows=rows)
