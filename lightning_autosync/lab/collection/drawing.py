@@ -43,7 +43,7 @@ class Combination:
 
 
 def draw_combinations(settings: CollectionSettings) -> list[Combination]:
-    """Every workload on every cluster, cluster by cluster.
+    """Every workload on every cluster, cluster by cluster; only the first ones if there are fewer pairs to draw.
 
     Raises:
         ClusterError: a cluster does not exist.
@@ -57,10 +57,11 @@ def draw_combinations(settings: CollectionSettings) -> list[Combination]:
     _check_names("clusters", [cluster.name for cluster in clusters])
     _check_names("families", [workload.name for workload in workloads])
     places = list(product(clusters, workloads))
-    return [
+    found = [
         Combination(workload, cluster, settings.pairs // len(places) + (number < settings.pairs % len(places)))
         for number, (cluster, workload) in enumerate(places)
     ]
+    return [combination for combination in found if combination.plans]
 
 
 def scaled_cluster(cluster: str | dict[str, Any], rate: float, fastest: float) -> ClusterSpec:

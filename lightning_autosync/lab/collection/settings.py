@@ -106,6 +106,8 @@ class CollectionSettings(Configuration):
             least, most = getattr(self, name)
             if least > most:
                 raise ValueError(f"{name}: least ({least}) is above most ({most})")
+        if self.constants is not None and self.cores is not None:
+            raise ValueError("cores: the file of constants has the number of cores; leave out cores or constants")
         return self
 
 

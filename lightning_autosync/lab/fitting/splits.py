@@ -87,9 +87,11 @@ class FitSettings(Configuration):
         return simulator
 
     @model_validator(mode="after")
-    def _check_held_out(self) -> FitSettings:
+    def _check(self) -> FitSettings:
         if self.held_out and self.compare:
             raise ValueError("held_out: allowed with compare=[] only")
+        if self.constants is not None and self.cores is not None:
+            raise ValueError("cores: the file of constants has the number of cores; leave out cores or constants")
         return self
 
 

@@ -49,6 +49,12 @@ def test_every_workload_is_on_every_cluster_at_a_like_rate() -> None:
         assert all(link.latency == 0 and link.bandwidth <= settings.fastest_link for link in combination.cluster.links)
 
 
+def test_no_more_pairs_are_drawn_than_asked_for() -> None:
+    settings = parse(pairs=1)
+    (combination,) = draw_combinations(settings)
+    assert [draft.kind for draft in draw_plans(settings, Constants(), combination)] == [REFERENCE]
+
+
 def test_slow_clusters_keep_their_fastest_link() -> None:
     settings = parse(clusters=["fat_node_star"], rate=50e6, fastest_link=20e6)
     (combination,) = draw_combinations(settings)
@@ -106,6 +112,7 @@ def test_the_slowest_rank_is_told_by_its_median() -> None:
         ({"mixture": dict.fromkeys(Mixture.model_fields, 0)}, "mixture: at least one kind must be above zero"),
         ({"bytes": [2.0, 1.0]}, r"bytes: least \(2.0\) is above most \(1.0\)"),
         ({"pair": 3}, "pair: unknown field"),
+        ({"constants": "constants.yaml", "cores": 3}, "cores: the file of constants has the number of cores; leave"),
     ],
 )
 def test_wrong_settings_are_told(changes: dict[str, Any], message: str) -> None:

@@ -568,6 +568,7 @@ def _weights(simulator: LearnedEstimator) -> Sequence[Any]:
         ({"splits": ["moon"]}, r"splits\[0\]"),
         ({"start": "/nowhere", "cores": None}, "not a simulator"),
         ({"epochs": 3}, "epochs: unknown field"),
+        ({"constants": "constants.yaml", "cores": 3}, "cores: the file of constants has the number of cores; leave"),
     ],
 )
 def test_wrong_settings_give_one_clear_error(
