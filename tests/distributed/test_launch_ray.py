@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,19 @@ def test_cpus_are_those_that_ray_can_count() -> None:
     assert RaySettings(kind="ray", cpus=0.5).cpus == 0.5
     with pytest.raises((DocumentError, ValueError), match=r"got 1\.33; Ray allows fractions below 1, or whole numbers"):
         RaySettings(kind="ray", cpus=1.33)
+
+
+def test_a_node_of_ray_may_have_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "::1"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    worker = ray_cluster.WorkerHost()
+    address = worker.listen("key")
+    with worker._listener, socket.create_connection(address) as connection:
+        assert connection.getpeername()[:2] == address
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "local", "10.0.0.1"])

@@ -46,7 +46,8 @@ class WorkerHost:
 
         host = ray.util.get_node_ip_address()
         self._key = key.encode()
-        self._listener = with_free_port(lambda port: socket.create_server((host, port)))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = with_free_port(lambda port: socket.create_server((host, port), family=family))
         return host, int(self._listener.getsockname()[1])
 
     def start(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
