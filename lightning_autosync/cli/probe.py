@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,15 @@ def run_probe(settings: ProbeSettings) -> dict[str, Any]:
 def _within_job(settings: ProbeSettings) -> dict[str, Any] | None:
     """Probe as a rank of a running job; returns None on all ranks except rank 0."""
     require_torchrun("probe")
+    arguments = _arguments(settings)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=settings.timeout))
     try:
         if dist.get_rank() != 0:
-            probe_ranks(**_arguments(settings))
+            probe_ranks(**arguments)
             return None
         with ShownProgress("probe") as report:
-            return probe_ranks(**_arguments(settings), report=report)
+            return probe_ranks(**arguments, report=report)
     finally:
         dist.destroy_process_group()
 

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 
+from lightning_autosync.cli import probe as command
 from lightning_autosync.cli.probe import probe, run_probe
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.probe.settings import ProbeDocument, ProbeSettings
 from lightning_autosync.measure.probe.table import link_rows
@@ -142,6 +145,23 @@ def test_within_a_job_of_torchrun(tmp_path):
     cluster = ClusterSpec.load(tmp_path / "cluster.yaml")
     assert cluster.world_size == 2
     assert len(cluster.nodes) == 1
+
+
+def test_within_a_job_ranks_wait_for_others_as_long_as_the_settings_say(tmp_path, monkeypatch):
+    waits = []
+
+    def meet(backend, timeout):
+        waits.append(timeout)
+        raise ConnectionError
+
+    monkeypatch.setattr(command, "require_torchrun", lambda verb: None)
+    monkeypatch.setattr(command.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(command.dist, "init_process_group", meet)
+    with pytest.raises(DocumentError, match="timeout: must be at least head"):
+        probe({"launch": {"kind": "torchrun"}, "timeout": 0.1}, tmp_path)
+    with pytest.raises(ConnectionError):
+        probe({"launch": {"kind": "torchrun"}, "timeout": 9}, tmp_path)
+    assert waits == [timedelta(seconds=9)]
 
 
 def test_outside_a_job_the_command_says_how_to_start_one(tmp_path):

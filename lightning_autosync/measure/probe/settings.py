@@ -26,7 +26,7 @@ class ProbeSettings(Configuration):
         every_pair: whether to measure each pair of nodes alone, in both directions; None does so for up to four nodes.
         constants: whether to measure the constants of the hosts too.
         accelerated: whether the job computes its gradients on an accelerator, not on the core that packs them.
-        timeout: maximum seconds of the probe.
+        timeout: maximum seconds of the probe; with ``launch=torchrun`` of each wait for other ranks.
     """
 
     name: str = "probed"
