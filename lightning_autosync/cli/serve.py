@@ -53,7 +53,7 @@ def serve(configuration: dict[str, Any], directory: Path) -> None:
     """
     settings = ServeSettings.parse(configuration)
     # By default the server's own address is that of the interface with the route to MASTER_ADDR.
-    os.environ.setdefault("MASTER_ADDR", settings.host)
+    os.environ["MASTER_ADDR"] = settings.host
     secret = required_secret("autosync serve: the job's secret is missing")
     who = f"rank {settings.rank} of {settings.size}"
     print(f"autosync serve: {who}: connecting to the job at {settings.host}:{settings.port}", flush=True)

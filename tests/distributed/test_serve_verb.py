@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_autosync.cli import serve as command
 from lightning_autosync.cli.serve import serve
+from lightning_autosync.engine.connections import own_address
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.servers import server_layout
@@ -108,3 +109,13 @@ def test_time_outs_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     whole = {"host": "127.0.0.1", "port": store.port, "rank": 0, "size": 1, "address": None, "timeout": 9}
     serve({**whole, "heartbeat": {"longest": 44.0}}, tmp_path)
     assert given == {"secret": SECRET, "address": None, "timeout": 9.0, "heartbeat": HeartbeatSettings(longest=44.0)}
+
+
+def test_the_address_that_others_are_told_faces_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    told: list[str] = []
+    monkeypatch.setattr(command, "serve_until_the_end", lambda *_, **settings: told.append(own_address()))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    whole = {"host": "127.0.0.1", "port": store.port, "rank": 0, "size": 1, "address": None, "timeout": 9}
+    serve({**whole, "heartbeat": {}}, tmp_path)
+    assert told == ["127.0.0.1"]
