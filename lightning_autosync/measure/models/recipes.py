@@ -170,6 +170,16 @@ class VggModel(Model):
     classes: PositiveInt = 16
     batch: PositiveInt = 16
 
+    @model_validator(mode="after")
+    def _check(self) -> VggModel:
+        least = 2 ** len(self.channels)
+        if self.size < least:
+            raise ValueError(
+                f"size: got {self.size}; allowed: at least {least}, because each of the {len(self.channels)} "
+                "convolutions (channels) halves it"
+            )
+        return self
+
     def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
         return ImageClassifier(self.size, self.channels, self.hidden, self.classes)
 
@@ -199,6 +209,12 @@ class TransformerModel(Model):
     layers: PositiveInt = 4
     length: PositiveInt = 64
     batch: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _check(self) -> TransformerModel:
+        if self.width % self.heads:
+            raise ValueError(f"heads: got {self.heads}; allowed: a number that divides the width, {self.width}")
+        return self
 
     def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
         return LanguageModel(self.vocabulary, self.width, self.heads, self.layers, self.length)

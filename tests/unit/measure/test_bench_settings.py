@@ -42,6 +42,14 @@ def composed(*overrides: str) -> BenchSettings:
             {"device": "cuda", "model": {"kind": "paced", "catalogue": "vgg16"}},
             "model: paced: needs device=cpu, because paced computation is on the CPU",
         ),
+        (
+            {"model": {"kind": "vgg", "size": 7}},
+            r"model: size: got 7; allowed: at least 8, because each of the 3 convolutions \(channels\) halves it",
+        ),
+        (
+            {"model": {"kind": "transformer", "heads": 7}},
+            "model: heads: got 7; allowed: a number that divides the width, 512",
+        ),
         ({"device": "cuda", "timeline": True}, "timeline: needs device=cpu"),
         ({"device": "tpu"}, "device: 'tpu' is not known; did you mean 'cpu'\\? allowed: cpu, cuda"),
         ({"contenders": {"mine": {"ddp": {}, "overlap": True}}}, "overlap: DDP has none; allowed: false"),
