@@ -100,12 +100,14 @@ class MeasurementSession:
         self.links: Sequence[LinkCheck] = ()
 
     def __enter__(self) -> Self:
-        if self._within_job:
-            self._job = JobPool(JobRank(self._timeout, self._scheduling == "batch"))
-            self._stack.callback(self._job.end)
-        else:
-            self._launch = self._stack.enter_context(self._launch_settings.open(self._cluster))
-            self.links = measured_links(self._launch)
+        with ExitStack() as opened:  # which closes the launch if the check of its links fails
+            if self._within_job:
+                self._job = JobPool(JobRank(self._timeout, self._scheduling == "batch"))
+                opened.callback(self._job.end)
+            else:
+                self._launch = opened.enter_context(self._launch_settings.open(self._cluster))
+                self.links = measured_links(self._launch)
+            self._stack = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
