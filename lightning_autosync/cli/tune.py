@@ -77,18 +77,24 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
             console.print(_how_to_resume(directory, "interrupted"))
             raise Interrupted
         return found
-    outcome = _run(settings, directory, console)
-    if not outcome.result.interrupted and outcome.result.failure is None:
-        try:
-            _trace(outcome, directory)
-        except AutoSyncError as error:
-            _log.warning("could not measure a timeline: %s", error)
-    storage = outcome.storage if "://" in outcome.storage else None
-    write_report(replace(ReportedRun.load(directory), storage=storage), directory / REPORT)
+    with _locked(directory):
+        outcome = _run(settings, directory, console)
+        interrupted = outcome.result.interrupted
+        if not interrupted and outcome.result.failure is None:
+            try:
+                _trace(outcome, directory)
+            except AutoSyncError as error:
+                _log.warning("could not measure a timeline: %s", error)
+            except KeyboardInterrupt:
+                interrupted = True
+        if interrupted:
+            console.print(_how_to_resume(directory, "interrupted"))
+        storage = outcome.storage if "://" in outcome.storage else None
+        write_report(replace(ReportedRun.load(directory), storage=storage), directory / REPORT)
     print(directory / REPORT)
     for line in next_steps(directory, outcome.plan):
         console.print(line)
-    if outcome.result.interrupted:
+    if interrupted:
         raise Interrupted
     if outcome.result.failure is not None:
         raise TuningError(f"{outcome.result.failure}; the results so far are saved")
@@ -114,8 +120,8 @@ def next_steps(directory: Path, plan: SyncPlan | HybridPlan | None) -> list[str]
 
 
 def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningOutcome:
-    """Search, print the result and write it, with a lock on the directory."""
-    with _locked(directory), ExitStack() as saving:
+    """Search, print the result and write it."""
+    with ExitStack() as saving:
         try:
             with ShownProgress("tune") as report:
                 outcome = TuningRun(settings, directory, saving, report).run()
@@ -131,8 +137,6 @@ def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningO
             console.print(", ".join(str(directory / name) for name in _write(outcome, directory)))
         except UnwritableError as error:
             raise _keep_elsewhere(outcome, error, console) from None
-    if outcome.result.interrupted:
-        console.print(_how_to_resume(directory, "interrupted"))
     return outcome
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -231,6 +231,31 @@ def test_after_a_ctrl_c_the_command_ends_with_130_and_says_how_to_go_on(tmp_path
     outcome = tune(configuration(), tmp_path)
     assert sum(not record.interrupted for record in outcome.result.trials) == 16
     assert not outcome.result.interrupted
+
+
+def test_a_ctrl_c_while_a_step_is_traced_leaves_the_report_before_another_run_may_begin(tmp_path, monkeypatch, capsys):
+    world, events = World(), []
+    with_session(monkeypatch, world, PricedSession(world.price))
+
+    @contextmanager
+    def locked(directory):
+        events.append("locked")
+        yield
+        events.append("free")
+
+    def trace(*given):
+        events.append("trace")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verb, "_locked", locked)
+    monkeypatch.setattr(verb, "_trace", trace)
+    monkeypatch.setattr(verb, "write_report", lambda *given: events.append("report"))
+    with pytest.raises(Interrupted):
+        tune(configuration(), tmp_path)
+    assert events == ["locked", "trace", "report", "free"]
+    printed = capsys.readouterr().out
+    assert f"interrupted; to resume, run the same command with hydra.run.dir={tmp_path}" in printed
+    assert "to train this model with the plan" in printed
 
 
 def test_a_search_that_cannot_go_on_leaves_what_it_found(tmp_path, monkeypatch):
