@@ -41,7 +41,8 @@ def step_times(tuner: Tuner, plans: Sequence[Alternative]) -> tuple[StepTime, li
         compared, other = (trial.against, trial.candidate), trial.candidate
         relative[other] = relative[trial.against] * trial.seconds[1] / trial.seconds[0]
         for index, seconds, count in zip(compared, trial.seconds, trial.passes, strict=True):
-            last[index], passes[index] = seconds, count
+            if count:  # a far slower candidate is given up, perhaps before the other plan has a pass that counts
+                last[index], passes[index] = seconds, count
     present = tuner.present
     times = {
         index: StepTime(

@@ -14,11 +14,16 @@ from lightning_autosync.strategy.tuning.tuner import Trial
 
 
 def evidence(trials: list[Trial], present: int) -> dict[str, float]:
+    return {name: seconds for name, (seconds, _) in steps(trials, present).items()}
+
+
+def steps(trials: list[Trial], present: int) -> dict[str, tuple[float, int]]:
+    """Seconds and number of steps by plan."""
     plans = [SimpleNamespace(name=name, plan=SimpleNamespace(fingerprint=name)) for name in ("a", "b", "c")]
     tuner: Any = SimpleNamespace(trials=trials, present=present, usual_seconds=0.5)
     evidence: Any = LiveTuner.evidence
     own, others = evidence.fget(SimpleNamespace(_tuner=tuner, _alternatives=plans))
-    return {each.name: each.seconds for each in (own, *others)}
+    return {each.name: (each.seconds, each.steps) for each in (own, *others)}
 
 
 def test_times_are_compared_within_trials_although_the_machine_becomes_slower() -> None:
@@ -29,6 +34,13 @@ def test_times_are_compared_within_trials_although_the_machine_becomes_slower() 
     found = evidence(trials, present=1)
     assert list(found) == ["b", "a", "c"]
     assert found == pytest.approx({"b": 0.6, "a": 1.2, "c": 0.9})
+
+
+def test_a_plan_without_counted_passes_in_a_trial_keeps_its_earlier_time() -> None:
+    given_up = Trial(candidate=2, against=0, accepted=False, seconds=(0.4, 0.8), passes=(0, 2))
+    assert steps([given_up], present=0) == {"a": (0.5, 1), "c": (1.0, 2)}
+    counted = Trial(candidate=1, against=0, accepted=False, seconds=(0.25, 1.0), passes=(8, 7))
+    assert steps([counted, given_up], present=0) == {"a": (0.25, 8), "b": (1.0, 7), "c": (0.5, 2)}
 
 
 def test_a_job_without_trials_knows_the_time_of_its_plan() -> None:
