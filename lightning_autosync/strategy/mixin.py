@@ -347,6 +347,14 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
             self.precision_plugin.backward(loss * self._loss_factor, self._trainer.lightning_module, None, **also)
 
     @property
+    def forward_is_apart(self) -> bool:
+        """Whether neither backward passes nor waits for other ranks lie between a batch's begin and its backward pass.
+
+        With ``micro_batch``, backward passes of all parts but the last one lie there; with ``overlap="step"``, waits.
+        """
+        return self._settings.micro_batch is None and self._settings.overlap is None
+
+    @property
     def _loss_factor(self) -> float:
         """What Lightning's loop and its loss scaler multiply a loss by before the backward pass."""
         scale = self._scaler.get_scale() if self._scaler is not None and self._scaler.is_enabled() else 1.0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from models import Plain
 
+from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.strategy.slowing.callback import BACKWARD
 from lightning_autosync.strategy.slowing.lightning import SlowRanks
@@ -87,6 +89,16 @@ def test_how_long_a_batch_computes_is_measured_by_its_forward_pass(monkeypatch: 
 
     train(slow, Slow())
     assert slept == pytest.approx([3.0 * (1.0 + BACKWARD) * 0.2] * 3)
+
+
+@pytest.mark.parametrize("overlaid", [{"overlap": "step"}, {"batch_shares": [1], "micro_batch": 2}])
+def test_computation_is_given_where_the_forward_pass_does_not_tell_it(overlaid: dict[str, Any]) -> None:
+    pause = {"pause_probability": 0.1, "pause": 0.1}
+    trainer: Any = SimpleNamespace(world_size=1, global_rank=0, strategy=AutoSyncStrategy(**overlaid))
+    with pytest.raises(DocumentError, match="SlowRanks: compute: missing; with micro_batch or overlap"):
+        SlowRanks([pause, FOURFOLD]).on_train_start(trainer)
+    SlowRanks([pause]).on_train_start(trainer)
+    SlowRanks([FOURFOLD], compute=0.5).on_train_start(trainer)
 
 
 @pytest.mark.parametrize("framework", ["lightning", "pytorch"])
