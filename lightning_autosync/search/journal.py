@@ -93,7 +93,7 @@ class JournalLock(JournalFileSymlinkLock):
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__(path)
+        super().__init__(os.path.abspath(path))  # a link finds a relative path from its own folder only
         self._second_name = f"{self._lock_file}.autosync"
         self._file: IO[bytes] | None = None
 
@@ -108,7 +108,7 @@ class JournalLock(JournalFileSymlinkLock):
             if self._lock_in_kernel(file):
                 self._replace_link()
             else:
-                super().acquire()
+                self._wait_for_link()
         except BaseException:
             file.close()
             raise
@@ -164,10 +164,32 @@ class JournalLock(JournalFileSymlinkLock):
             except OSError:  # another Optuna program holds the lock, or the file system has no links to links
                 with suppress(FileNotFoundError):
                     os.unlink(self._second_name)
-                super().acquire()
+                self._wait_for_link()
         except BaseException:
             self._remove_link()
             raise
+
+    def _wait_for_link(self) -> None:
+        """Create the link as Optuna does, after waiting for another program to remove its own.
+
+        Optuna removes a stale link only if that leads to the journal, which links for relative paths seldom do. It asks
+        for other links for ever, without a pause. Here each link that stays for the grace period is stale.
+        """
+        assert self.grace_period is not None
+        pause, seen, since = 0.001, 0, 0.0
+        while True:
+            with suppress(FileExistsError):
+                os.symlink(self._lock_target_file, self._lock_file)
+                return
+            with suppress(FileNotFoundError):  # it was removed just now
+                made = os.lstat(self._lock_file).st_mtime_ns
+                if made != seen:
+                    seen, since = made, time.monotonic()
+                elif time.monotonic() - since > self.grace_period:
+                    os.unlink(self._lock_file)
+                    continue
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
     def _remove_link(self) -> None:
         """Remove our link, or that of a dead process of ours, and its second name; other programs' links stay."""

@@ -114,6 +114,25 @@ def test_processes_of_optuna_alone_take_turns_with_ours(path):
     theirs.release()
 
 
+def test_other_programs_find_the_journal_by_the_link_of_a_relative_path(path, monkeypatch):
+    monkeypatch.chdir(path.parent.parent)
+    lock = JournalLock(str(path.relative_to(path.parent.parent)))
+    lock.acquire()
+    assert os.path.samefile(f"{path}.lock", path)
+    lock.release()
+
+
+def test_a_stale_link_that_leads_nowhere_is_removed(path):
+    os.symlink("nowhere", f"{path}.lock")
+    lock = JournalLock(str(path))
+    lock.grace_period = 0
+    turn = threading.Thread(target=lock.acquire, daemon=True)
+    turn.start()
+    turn.join(60)
+    assert os.path.samefile(f"{path}.lock", path)
+    lock.release()
+
+
 def test_turns_are_taken_where_the_kernel_keeps_no_locks(path, monkeypatch):
     def refused(file, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
