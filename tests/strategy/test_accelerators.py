@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import accelerator_jobs
 import pytest
@@ -124,6 +125,15 @@ def test_two_levels_of_the_backend_are_measured_where_nodes_have_several_devices
     assert names == ["hierarchical", "search", "ps"]
     assert [each.name for each in _candidates(ranked, WORKLOAD, FOUR, True)] == ["search", "ps"]
     assert [each.name for each in _candidates(ranked, WORKLOAD, EIGHT, False)] == ["search", "ps"]
+
+
+def test_a_plan_that_was_not_predicted_has_no_predicted_time() -> None:
+    other = Alternative(builders.build("ps", WORKLOAD, EIGHT), "ps", 3.0)
+    (unknown, _) = _candidates(Proposals([other], ""), WORKLOAD, EIGHT, two_level_collectives=True)
+    assert math.isnan(unknown.predicted)
+    same = replace(unknown, predicted=2.0)
+    found = _candidates(Proposals([other, same], ""), WORKLOAD, EIGHT, two_level_collectives=True)
+    assert [(each.name, each.predicted) for each in found] == [("hierarchical", 2.0), ("ps", 3.0)]
 
 
 def test_with_overlap_no_plans_are_measured_whose_steps_wait() -> None:

@@ -23,7 +23,7 @@ from lightning_autosync.documents import seconds_text
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import OpeningError
-from lightning_autosync.plan import Schedule, builders, compile_plan
+from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.plan.builders.default import is_native
 from lightning_autosync.strategy.choice import LEAST_GAIN, choose_plan
 from lightning_autosync.strategy.tuning.live import Alternative
@@ -72,7 +72,7 @@ def choose_measured(
         The plan and the backend's, if that is another one, and the reason for the choice.
     """
     plan, _ = choose_plan(workload, cluster, known=False, bucket_bytes=bucket_bytes, accelerated=True)
-    native = Alternative(plan, DDP, 0.0, native=True)
+    native = Alternative(plan, DDP, _predicted(plan, proposals), native=True)
     if any(variable.kind != "dense" for variable in workload.variables):
         return _unmeasured(native, "gradients of embeddings depend on the rows of real batches")
     copies, fault = _copies(parameters)
@@ -152,11 +152,18 @@ def _candidates(
     found = []
     if two_level_collectives and len(cluster.nodes) > 1 and all(node.devices > 1 for node in cluster.nodes):
         sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
-        found.append(Alternative(builders.build(_TWO_LEVEL, workload, cluster, **sizes), _TWO_LEVEL, 0.0))
+        plan = builders.build(_TWO_LEVEL, workload, cluster, **sizes)
+        found.append(Alternative(plan, _TWO_LEVEL, _predicted(plan, proposals)))
     # Measurements do not tell whether overlap pays, so a user who asked for it gets it.
     overlapping = [each for each in proposals.plans if not each.plan.waits]
     others = [each for each in overlapping if not is_native(each.name) and each.name != _TWO_LEVEL]
     return found + sorted(others, key=lambda each: each.predicted)[:OTHERS]
+
+
+def _predicted(plan: SyncPlan, proposals: Proposals) -> float:
+    """Predicted seconds of the same plan among ``proposals``; NaN if it is not among them."""
+    same = (each.predicted for each in proposals.plans if each.plan.fingerprint == plan.fingerprint)
+    return next(same, math.nan)
 
 
 def _copies(parameters: Parameters) -> tuple[Parameters, str]:

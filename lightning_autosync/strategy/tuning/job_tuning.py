@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import platform
 import time
 from collections.abc import Callable, Container
@@ -405,7 +406,9 @@ class JobTuning:
             plan=plan,
             reason=reason,
             links="" if self.links is None else self.links.describe(),
-            candidates=[(each.name, each.predicted) for each in found.alternatives],
+            candidates=[
+                (each.name, None if math.isnan(each.predicted) else each.predicted) for each in found.alternatives
+            ],
             trials=trials,
             tuning=self._ended if tuner is None else tuner.state,
             checks=tuple(self._checks),

@@ -42,7 +42,8 @@ class Alternative:
 
     Attributes:
         name: name for people.
-        predicted: predicted seconds of its synchronization; of a step, once the computation is known.
+        predicted: predicted seconds of its synchronization; of a step, once the computation is known; NaN if it was not
+            predicted.
         native: whether it is the plan of DDP.
         balanced: predicted seconds of a step whose computation lasts as long as gradients need on the links; None if
             that was not predicted.

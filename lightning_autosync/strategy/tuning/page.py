@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def _candidates(report: TuningReport) -> Iterator[dict[str, Any]]:
             "name": each.name,
             "plan": plan,
             "messages": len(each.plan.groups),
-            "predicted": milliseconds(each.predicted),
+            "predicted": "" if math.isnan(each.predicted) else milliseconds(each.predicted),
             "in_use": plan == report.plan,
         }
 

@@ -79,7 +79,7 @@ class TuningReport:
         plan: fingerprint of the plan in use.
         reason: why it was chosen before the first step.
         links: number of hosts, and how their links are known; empty if links were not needed.
-        candidates: names of the plans that could be tried, with their predicted seconds.
+        candidates: names of the plans that could be tried, with their predicted seconds, None if unknown.
         trials: comparisons so far.
         tuning: state of the tuning in words.
         checks: later measurements of the links, for which training paused: why, and what they found.
@@ -94,7 +94,7 @@ class TuningReport:
     plan: str
     reason: str
     links: str
-    candidates: Sequence[tuple[str, float]]
+    candidates: Sequence[tuple[str, float | None]]
     trials: Sequence[TrialReport]
     tuning: str
     resolution: Resolution = field(repr=False, compare=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,7 +17,10 @@ from lightning_autosync.plan.traffic import sent_bytes
 from lightning_autosync.replay import Constants
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.resolution import Resolution
+from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.tuning import step_meter
+from lightning_autosync.strategy.tuning.job_tuning import JobTuning
+from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.report import MeasuredSteps, TuningReport
 from lightning_autosync.strategy.tuning.step_meter import StepFigures, StepMeter, overlap
 from lightning_autosync.workload import Variable, Workload
@@ -206,6 +210,19 @@ def test_steps_that_are_faster_than_links_allow_are_told_and_are_no_share_of_the
     assert (f"1 Gbit/s, {told}" in page) is not bool(share)
     assert ("of the speed bound" in page) is bool(share)
     assert f"<dd>{share}</dd>" in page or not share
+
+
+def test_a_plan_that_was_not_predicted_has_no_predicted_time_in_reports(tmp_path: Path) -> None:
+    found = resolution()
+    plans = [Alternative(found.plan, "known", 0.25), Alternative(found.plan, "unknown", math.nan)]
+    job = JobTuning(nn.Linear(1, 1), StrategySettings(), 2, 1, None, None)
+    job._resolution = replace(found, alternatives=plans)
+    report = job.report()
+    assert report.candidates == [("known", 0.25), ("unknown", None)]
+    report.save(tmp_path / "page.html")
+    rows = [line for line in (tmp_path / "page.html").read_text().splitlines() if "known</th>" in line]
+    assert ["250 ms" in row for row in rows] == [True, False]
+    assert rows[1].endswith('<td class="number"></td></tr>')
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
