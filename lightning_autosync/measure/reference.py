@@ -25,6 +25,9 @@ class ReferencePlan:
     Args:
         order: maps a plan to the arguments of `lightning_autosync.measure.replica_calls.set_up`, without the name.
         warm_up: number of steps after each set-up that are not counted.
+
+    Attributes:
+        plan: the plan; None if there is no reference.
     """
 
     def __init__(
@@ -34,13 +37,14 @@ class ReferencePlan:
         self._order = order
         self._warm_up = warm_up
         self._contender: Contender | None = None
+        self.plan: SyncPlan | None = None
         self._failures = 0
 
     def take(self, plan: SyncPlan) -> None:
         """Make ``plan`` the reference from now on."""
         self.take_down()
         self._failures = 0
-        self._contender = Contender("reference", self._order(plan))
+        self.plan, self._contender = plan, Contender("reference", self._order(plan))
 
     def take_first_that_runs(self, plans: Sequence[SyncPlan]) -> SyncPlan | None:
         """Make the first plan that runs the reference and return it; None if none of the first few runs.
@@ -52,7 +56,7 @@ class ReferencePlan:
             self.take(plan)
             if self.measure() is not None:
                 return plan
-        self._contender = None
+        self.plan = self._contender = None
         _log.warning("no plan ran as a reference, so step times are not corrected for the machine's drift")
         return None
 

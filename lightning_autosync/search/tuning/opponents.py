@@ -151,6 +151,8 @@ class Opponents:
         beside = [] if reference is None else [reference]
         trial = self._job.settings.trial
         measure_in_turns(self._session, [*beside, *measurements], StoppingRule(trial), trial.warm_up, _log_decision)
+        if reference is not None and follow_reference(self._reference, self._study):
+            reference = None  # of a plan that no other session uses
         self._keep(kind, measurements, reference)
 
     @uninterrupted()
@@ -206,12 +208,25 @@ def settle_reference(reference: ReferencePlan, study: optuna.Study, plans: Seque
         LaunchError: workers cannot be started.
         StorageError: the study's storage does not answer.
     """
-    if (stored := _stored_reference(study)) is not None:
-        reference.take(stored)
-        return
-    plan = reference.take_first_that_runs(plans)
-    if plan is not None and (chosen := _store_reference(study, plan)).fingerprint != plan.fingerprint:
-        reference.take(chosen)
+    if _stored_reference(study) is None and (plan := reference.take_first_that_runs(plans)) is not None:
+        _store_reference(study, plan)
+    follow_reference(reference, study)
+
+
+def follow_reference(reference: ReferencePlan, study: optuna.Study) -> bool:
+    """Use the study's reference plan from now on; returns whether it is another one than before.
+
+    If two processes store one at the same moment, the later one counts. So the other process must look again once that
+    moment is over, which it is after a batch.
+
+    Raises:
+        StorageError: the study's storage does not answer.
+    """
+    stored = _stored_reference(study)
+    if stored is None or (reference.plan is not None and reference.plan.fingerprint == stored.fingerprint):
+        return False
+    reference.take(stored)
+    return True
 
 
 @uninterrupted()
@@ -223,9 +238,7 @@ def _stored_reference(study: optuna.Study) -> SyncPlan | None:
 
 @uninterrupted()
 @storage_errors()
-def _store_reference(study: optuna.Study, plan: SyncPlan) -> SyncPlan:
-    """Store the reference plan; returns the stored plan, which may be that of another process that was faster."""
-    if (stored := _stored_reference(study)) is not None:
-        return stored
-    study.set_user_attr(REFERENCE, json.dumps(plan.to_dict()))
-    return _stored_reference(study) or plan
+def _store_reference(study: optuna.Study, plan: SyncPlan) -> None:
+    """Store the reference plan, unless another process was faster."""
+    if _stored_reference(study) is None:
+        study.set_user_attr(REFERENCE, json.dumps(plan.to_dict()))

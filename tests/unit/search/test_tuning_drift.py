@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -174,6 +175,22 @@ def test_the_study_keeps_the_reference_for_all_sessions_whatever_they_would_choo
     assert again.measure() == pytest.approx(SLOWEST_RANK)
     assert set(measured) == {one.fingerprint}
     assert study.user_attrs[REFERENCE] == kept
+
+
+def test_a_reference_that_another_process_has_replaced_does_not_count():
+    world = World()
+    trials = world.trials()
+    one, other = list(builder_plans(world.job).values())[:2]
+    reference = world.new_reference()
+    settle_reference(reference, trials.study, [one])
+    trials.study.set_user_attr(REFERENCE, json.dumps(other.to_dict()))  # by a process that saw none just before
+    opponents = world.opponents(trials, reference)
+    opponents.measure({})
+    assert reference.plan == other
+    assert opponents.to_dict()["reference_by_batch"] == {}
+    opponents.measure({"other": other})
+    (seconds,) = opponents.to_dict()["reference_by_batch"].values()
+    assert seconds == pytest.approx(SLOWEST_RANK * world.plan_price(other))
 
 
 def test_a_plan_that_does_not_run_is_no_reference():

@@ -12,7 +12,7 @@ from tuning_world import World
 from lightning_autosync.plan.builders import build
 from lightning_autosync.search import storages, studies
 from lightning_autosync.search.trial_attributes import BASELINE, INTERRUPTED
-from lightning_autosync.search.tuning.opponents import Opponents, _store_reference
+from lightning_autosync.search.tuning.opponents import Opponents, _store_reference, _stored_reference
 from lightning_autosync.search.tuning.samplers import BucketSpace
 
 
@@ -52,8 +52,9 @@ def test_a_trial_that_another_process_ends_in_the_midst_is_left_as_it_is(monkeyp
 def test_a_reference_that_another_process_has_kept_stays() -> None:
     study, job = optuna.create_study(), World().job
     ours, theirs = (build(name, job.workload, job.cluster) for name in ("ps", "all_reduce"))
-    assert _store_reference(study, theirs).fingerprint == theirs.fingerprint
-    assert _store_reference(study, ours).fingerprint == theirs.fingerprint
+    for plan in (theirs, ours):
+        _store_reference(study, plan)
+        assert _stored_reference(study) == theirs
 
 
 def test_a_storage_that_does_not_answer_is_one_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
