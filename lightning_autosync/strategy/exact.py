@@ -136,6 +136,11 @@ class ExactReplica(SynchronizedPasses):
         """The links of the job; None if they were not needed."""
         return self._tuning.links
 
+    @property
+    def may_measure_again(self) -> bool:
+        """Whether it measures links again when they seem to have changed: that of a job's first module may."""
+        return self._group is None
+
     def report(self) -> TuningReport:
         """What was chosen and tried so far, and why."""
         report, shares = self._tuning.report(), self._shares
