@@ -85,7 +85,7 @@ def test_it_predicts_better_than_the_replay_what_it_did_not_see(held_out: list[S
     encoded = encode_samples(held_out, simulator.constants, ("replay", "hetero"), 1)
     found = judge_held_out(simulator, encoded["hetero"], encoded["replay"])
     assert found.plans == len(held_out) == 6 * PLANS
-    assert found.simulator.ranking > found.replay.ranking
+    assert found.simulator.tau > found.replay.tau
     assert found.simulator.median_error < found.replay.median_error
 
 
