@@ -4,14 +4,15 @@ TCP splits a shared link equally between its connections, however much each must
 message to one peer and a little to many others, the small parts arrive early, and the links behind them are idle until
 the large part arrives. Each connection is therefore paced to the share of the link that it needs.
 
-A connection with a pace cannot catch up. Beside one without, it falls behind and stays there, and its link is idle at
-the end. So connections that share a link have paces all together or not at all.
+A connection with a pace cannot catch up. Beside one without a pace, it falls behind, and its link is idle at the end.
+So the connections of a link either all have paces, or none has one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cache
 from typing import NamedTuple
 
 import numpy
@@ -71,17 +72,22 @@ def sending_needs(schedule: Schedule, topology: LinkGraph, rank: int, interface:
     over the links of the route, of the largest share times the link's rate. `pipeline_stretches` corrects this rate
     for the pace.
 
-    A connection is left out if it may need its whole route, or stays inside a node, where no link is shared. It cannot
-    have a pace then, nor if a row-wise message travels over it, because the number of rows is unknown, nor if pairs
-    exchange a message over it, because it is used in few of their exchanges. Then a connection has none either that
-    such a one shares the link with that limits it, and so on. With paces beside connections without, steps took up to
-    24% longer. A connection that needs less than `LEAST_PART` of its route has no pace, but others keep theirs. The
-    rate for a row-wise message assumes equally many rows on all ranks, all of them in one transfer.
+    A connection is left out if it may need its whole route, or stays inside a node, where no link is shared.
+
+    A connection has no pace in these cases:
+
+    - It may need its whole route.
+    - A row-wise message travels over it, because the number of rows is unknown. The rate for such a message assumes
+      equally many rows on all ranks, all of them in one transfer.
+    - Pairs exchange a message over it, because it is used in few of their exchanges.
+    - The link that limits it is also used by a connection that has no pace for one of these reasons, this one included.
+      With paces beside connections without, steps took up to 24% longer.
+    - It needs less than `LEAST_PART` of its route. Others keep their paces beside it.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
-    rates, free = _rates(schedule, topology)
+    rates, unpaced = _needed_rates(schedule, topology)
     stretches = pipeline_stretches(schedule, rank, interface)
     needs = {}
     for arc, rate in rates.items():
@@ -89,53 +95,62 @@ def sending_needs(schedule: Schedule, topology: LinkGraph, rank: int, interface:
         route = topology.bandwidth(*arc)
         if source == rank and own == interface and rate < route:
             pace = HEADROOM * stretches.get(peer, 1.0) * rate
-            paced = arc not in free and LEAST_PART * route <= rate and pace < route
+            paced = arc not in unpaced and LEAST_PART * route <= rate and pace < route
             # Link rates include headers, a connection's rates count payload only.
             needs[peer] = Need(PAYLOAD_SHARE * rate, PAYLOAD_SHARE * pace if paced else None)
     return needs
 
 
-def _rates(schedule: Schedule, topology: LinkGraph) -> tuple[dict[Arc, float], set[Arc]]:
-    """Bytes/s on the wire that each connection between nodes needs at most, and the connections without a pace."""
-    nodes = topology.spec.rank_nodes
+def _needed_rates(schedule: Schedule, topology: LinkGraph) -> tuple[dict[Arc, float], set[Arc]]:
+    """Bytes/s on the wire that each connection between nodes needs at most, and those connections that have no pace."""
+    nodes, capacities, routes = topology.spec.rank_nodes, topology.capacities.tolist(), cache(topology.route)
     shares: dict[Arc, dict[int, float]] = defaultdict(dict)
-    free: set[Arc] = set()
+    unpaced: set[Arc] = set()
     for message in schedule.messages:
         for round in message.rounds:
             for arcs, alone in _parts(message, round):
-                loads = _channel_elements(arcs, topology)
+                loads: dict[int, int] = defaultdict(int)
+                for arc, elements in arcs.items():
+                    for channel in routes(*arc):
+                        loads[channel] += elements
                 for arc, elements in arcs.items():
                     if not elements or nodes[arc[0]] == nodes[arc[1]]:
                         continue
                     if alone:
-                        free.add(arc)
+                        unpaced.add(arc)
                     of_arc = shares[arc]
-                    for channel in topology.route(*arc):
+                    for channel in routes(*arc):
                         of_arc[channel] = max(of_arc.get(channel, 0.0), elements / loads[channel])
-    rates, limiting = {}, {}
-    for arc, of_arc in shares.items():
-        allowed = {channel: share * float(topology.capacities[channel]) for channel, share in of_arc.items()}
-        rates[arc] = min(allowed.values())
-        limiting[arc] = {channel for channel, rate in allowed.items() if rate < NARROWEST * rates[arc]}
-    free |= {arc for arc, rate in rates.items() if rate >= topology.bandwidth(*arc)}
-    return rates, free | _neighbours_of(free, shares, limiting)
-
-
-def _neighbours_of(
-    free: Set[Arc], channels: Mapping[Arc, Collection[int]], limiting: Mapping[Arc, Collection[int]]
-) -> set[Arc]:
-    """The connections that a link limits which one of ``free`` uses too, and those that such a one uses, and so on."""
+    rates: dict[Arc, float] = {}
     limited: dict[int, list[Arc]] = defaultdict(list)
-    for arc, of_arc in limiting.items():
-        for channel in of_arc:
-            limited[channel].append(arc)
-    found: set[Arc] = set()
-    new = list(free)
+    for arc, of_arc in shares.items():
+        allowed = {channel: share * capacities[channel] for channel, share in of_arc.items()}
+        rates[arc] = rate = min(allowed.values())
+        if rate >= min(capacities[channel] for channel in of_arc):
+            unpaced.add(arc)
+        for channel, each in allowed.items():
+            if each < NARROWEST * rate:
+                limited[channel].append(arc)
+    return rates, _with_neighbours(unpaced, shares, limited)
+
+
+def _with_neighbours(
+    chosen: Set[Arc], channels: Mapping[Arc, Iterable[int]], limited: Mapping[int, Iterable[Arc]]
+) -> set[Arc]:
+    """The chosen connections, all connections that a channel of a chosen one limits, the neighbours of those, etc.
+
+    Args:
+        chosen: some connections.
+        channels: the channels of each connection's route.
+        limited: the connections that each channel limits.
+    """
+    found, new, seen = set(chosen), list(chosen), set[int]()
     while new:
         for channel in channels[new.pop()]:
-            reached = limited.pop(channel, [])
-            new.extend(arc for arc in reached if arc not in found)
-            found.update(reached)
+            if channel not in seen:
+                seen.add(channel)
+                new.extend(arc for arc in limited.get(channel, ()) if arc not in found)
+                found.update(limited.get(channel, ()))
     return found
 
 
@@ -260,12 +275,3 @@ def _arc_elements(transfers: Sequence[Transfer]) -> dict[Arc, int]:
                     if parent >= 0:
                         arcs[parent, rank, tree.interface] += transfer.stop - transfer.start
     return arcs
-
-
-def _channel_elements(arcs: Mapping[Arc, int], topology: LinkGraph) -> Counter[int]:
-    """Elements that travel over each channel."""
-    loads: Counter[int] = Counter()
-    for arc, elements in arcs.items():
-        for channel in topology.route(*arc):
-            loads[channel] += elements
-    return loads

@@ -88,13 +88,13 @@ class Paces(NamedTuple):
         carried[: len(stages)][[bool(stage.row_trees) for stage in stages]] = 0
         nodes = numpy.array(network.link_graph.spec.rank_nodes)
         apart = nodes[pairs // network.ranks % network.ranks] != nodes[pairs % network.ranks]
-        rate, whole, passed, limiting = _needed(pairs, carried, work, network.routes, network.capacities)
-        free = apart & (carried[len(stages) :].any(axis=0) | (rate >= whole))
-        free = _with_neighbours(free, passed & apart[:, None], limiting)
+        rate, whole, limiting = _needed(pairs, carried, work, network.routes, network.capacities)
+        unpaced = apart & (carried[len(stages) :].any(axis=0) | (rate >= whole))
+        _add_neighbours(unpaced, pairs, limiting & apart[:, None], network.routes, len(network.capacities))
         fills = numpy.zeros((1 + max(stage.message for stage in stages), len(pairs)))
         numpy.add.at(fills, [stage.message for stage in stages], further)
         pace = HEADROOM * (1 + fills.max(axis=0) / numpy.maximum(pieces.sum(axis=0), 1)) * rate
-        paced = apart & ~free & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
+        paced = apart & ~unpaced & (rate > 0) & (LEAST_PART * whole <= rate) & (pace < whole)
         used = apart & carries
         return cls(pairs[paced], pace[paced], pairs[used], _held(pairs, rate, whole, paced, network)[used])
 
@@ -220,38 +220,49 @@ def _halves(parents: Integers, order: Integers, tree: int, second: int) -> tuple
 @compiled
 def _needed(
     pairs: Indices, carried: Floats, work: Floats, routes: Routes, capacities: Floats
-) -> tuple[Floats, Floats, Flags, Flags]:
+) -> tuple[Floats, Floats, Flags]:
     """What connections need in any mix of stages and rows.
 
     Returns:
-        [pairs] bytes/s that a connection needs at most; those of its route alone; and [pairs, channels] whether it uses
-        a channel, and whether that limits it.
+        [pairs] bytes/s that a connection needs at most; those of its route alone; and [pairs, longest route] whether
+        each channel of its route limits it.
     """
     needed, whole = numpy.full(len(pairs), numpy.inf), numpy.full(len(pairs), numpy.inf)
-    used = numpy.zeros((len(pairs), len(capacities)), dtype=numpy.bool_)
-    limiting = numpy.zeros((len(pairs), len(capacities)), dtype=numpy.bool_)
-    allowed = numpy.zeros(len(capacities))
+    longest = (routes.starts[1:] - routes.starts[:-1]).max()
+    limiting, allowed = numpy.zeros((len(pairs), longest), dtype=numpy.bool_), numpy.zeros(longest)
     for place in range(len(pairs)):
-        route = routes.between[pairs[place] // routes.between.shape[1], pairs[place] % routes.between.shape[1]]
-        channels = routes.hops[routes.starts[route] : routes.starts[route + 1]]
-        for channel in channels:
+        channels = _channels(pairs[place], routes)
+        for hop, channel in enumerate(channels):
             share = 0.0
             for stage in range(len(carried)):
                 if carried[stage, place] > 0:
                     share = max(share, carried[stage, place] / work[stage, channel])
-            allowed[channel] = share * capacities[channel]
-            needed[place] = min(needed[place], allowed[channel])
+            allowed[hop] = share * capacities[channel]
+            needed[place] = min(needed[place], allowed[hop])
             whole[place] = min(whole[place], capacities[channel])
-        for channel in channels:
-            used[place, channel] = allowed[channel] > 0
-            limiting[place, channel] = used[place, channel] and allowed[channel] < NARROWEST * needed[place]
-    return needed, whole, used, limiting
+        for hop in range(len(channels)):
+            limiting[place, hop] = allowed[hop] < NARROWEST * needed[place]
+    return needed, whole, limiting
 
 
-def _with_neighbours(free: Flags, used: Flags, limiting: Flags) -> Flags:
-    """[pairs] the free ones, and those that a link limits which a free one uses, and so on; as in the engine."""
-    while True:
-        reached = ~free & limiting[:, used[free].any(axis=0)].any(axis=1)
-        if not reached.any():
-            return free
-        free = free | reached
+@compiled
+def _add_neighbours(chosen: Flags, pairs: Indices, limiting: Flags, routes: Routes, channels: int) -> None:
+    """Choose all connections, too, that a channel of a chosen one limits, the neighbours of those, and so on."""
+    taken = numpy.zeros(channels, dtype=numpy.bool_)
+    new = numpy.flatnonzero(chosen)
+    while len(new):
+        for pair in pairs[new]:
+            for channel in _channels(pair, routes):
+                taken[channel] = True
+        before = chosen.copy()
+        for place in range(len(pairs)):
+            for hop, channel in enumerate(_channels(pairs[place], routes)):
+                chosen[place] |= limiting[place, hop] and taken[channel]
+        new = numpy.flatnonzero(chosen & ~before)
+
+
+@compiled
+def _channels(pair: int, routes: Routes) -> Integers:
+    """The channels of a connection's route."""
+    route = routes.between[pair // routes.between.shape[1], pair % routes.between.shape[1]]
+    return routes.hops[routes.starts[route] : routes.starts[route + 1]]

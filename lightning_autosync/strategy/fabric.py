@@ -153,7 +153,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         self._shares = open_shares(self._settings, self.global_rank, self.world_size, self.root_device)
 
     def setup_module(self, module: nn.Module) -> FabricModule:  # type: ignore[override]  # in place of DDP's module
-        # Links of the first module may have changed since; those of others stay as they were at their setup.
+        # Only the replica of the first module measures links again when they change, so only its links are up to date.
         first = (each.links for each in self._replicas if each.may_measure_again and each.links is not None)
         self._links = next(first, self._links)
         self._close_unused(module)

@@ -347,10 +347,11 @@ class AutoSyncMixin(ReplicaViews, CollectiveCalls):
             self.precision_plugin.backward(loss * self._loss_factor, self._trainer.lightning_module, None, **also)
 
     @property
-    def forward_is_apart(self) -> bool:
-        """Whether neither backward passes nor waits for other ranks lie between a batch's begin and its backward pass.
+    def forward_can_be_timed(self) -> bool:
+        """Whether the time from the start of a batch to its backward pass is that of its forward pass.
 
-        With ``micro_batch``, backward passes of all parts but the last one lie there; with ``overlap="step"``, waits.
+        With ``micro_batch``, that time includes the backward passes of all parts but the last; with ``overlap="step"``,
+        waits for other ranks.
         """
         return self._settings.micro_batch is None and self._settings.overlap is None
 

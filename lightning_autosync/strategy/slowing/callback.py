@@ -34,7 +34,8 @@ class SlowingMixin:
             ``end`` (first batch that is not slow any more; default: none). Each rank counts its batches from the start
             of training. If several slowdowns hold, their factors multiply and their pauses add up.
         seed: seed of the random pauses, which differ between ranks. Default: 0.
-        compute: seconds of computation of a batch. None (default): measured; not with ``micro_batch`` and ``overlap``.
+        compute: seconds of computation of a batch. None (default): measured, which ``micro_batch`` and
+            ``overlap`` do not allow.
         sleep: function that waits for a number of seconds. Default: ``time.sleep``.
 
     Raises:
@@ -70,10 +71,10 @@ class SlowingMixin:
                     f"SlowRanks: slowdowns[{index}].ranks: there is no rank {max(slowdown.ranks)}; allowed: 0 to {last}"
                 )
         measures = self._compute is None and any(each.factor > 1 for each in self._settings.slowdowns)
-        if measures and not getattr(trainer.strategy, "forward_is_apart", True):
+        if measures and not getattr(trainer.strategy, "forward_can_be_timed", True):
             raise DocumentError(
-                "SlowRanks: compute: missing; with micro_batch or overlap, computation is not measured, because "
-                "backward passes or waits for other ranks lie in the time before a batch's last backward pass"
+                "SlowRanks: compute: missing; with micro_batch or overlap, the seconds of computation of a batch "
+                "must be given, because they cannot be measured"
             )
         self._straggler = Straggler(self._settings, trainer.global_rank, self._sleep)
 

@@ -15,7 +15,7 @@ from termios import TIOCOUTQ
 from typing import cast
 
 import pytest
-from clusters import shared_nodes, uneven_cluster
+from clusters import shared_nodes, two_interfaces, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph, resolve_cluster
 from lightning_autosync.engine import connections, transport
@@ -38,7 +38,7 @@ from lightning_autosync.plan.pacing import (
     LEAST_PART,
     PAYLOAD_SHARE,
     Need,
-    _neighbours_of,
+    _with_neighbours,
     pipeline_stretches,
     sending_needs,
 )
@@ -123,35 +123,42 @@ def test_a_connection_that_one_of_several_messages_needs_alone_has_no_limit() ->
     }
 
 
-def star_of(root: int, start: int, stop: int, segment: int = 10) -> TreeTransfer:
-    tree = Tree(tuple(-1 if rank == root else root for rank in range(4)))
-    return TreeTransfer(start, stop, tree, tree, segment)
+def star_of(root: int, start: int, stop: int, interface: int = 0) -> TreeTransfer:
+    tree = Tree(tuple(-1 if rank == root else root for rank in range(4)), interface)
+    return TreeTransfer(start, stop, tree, tree, 10)
+
+
+def equal_shards(interface: int = 0) -> list[TreeTransfer]:
+    return [star_of(root, 100 * root, 100 * root + 100, interface) for root in range(4)]
 
 
 def test_connections_beside_one_without_a_pace_have_none() -> None:
     """Else they would fall behind it, and could not catch up."""
-    shards = [star_of(root, 100 * root, 100 * root + 100) for root in range(4)]
     topology = LinkGraph(ClusterSpec.star(bandwidths=[4e7, 1e7, 1e7, 1e7]))
-    assert [len(paces_of(by_hand([shards]), topology, rank)) for rank in range(4)] == [3, 3, 3, 3]
+    assert [len(paces_of(by_hand([equal_shards()]), topology, rank)) for rank in range(4)] == [3, 3, 3, 3]
     # For the second message, each leaf has its link to itself.
-    mixed = by_hand([shards], [[star_of(0, 0, 100)]])
+    mixed = by_hand([equal_shards()], [[star_of(0, 0, 100)]])
     needs = sending_needs(mixed, topology, 1)
     assert needs == {peer: Need(pytest.approx(PAYLOAD_SHARE * 1e7 / 3), None) for peer in (2, 3)}
     assert [len(paces_of(mixed, topology, rank)) for rank in range(4)] == [0, 0, 0, 0]
 
 
-def test_connections_with_other_links_keep_their_paces() -> None:
-    """Ranks 0 to 2 and 3 to 5 are on two switches with a wide link between them; only 3 to 5 send a message alone."""
-    links = [{"a": f"node{node}", "b": f"rack{node // 3}", "bandwidth": 1e7, "latency": 0} for node in range(6)]
-    links.append({"a": "rack0", "b": "rack1", "bandwidth": 1e8, "latency": 0})
-    made = {"name": "racks", "nodes": [{"name": f"node{node}"} for node in range(6)], "switches": ["rack0", "rack1"]}
-    topology = LinkGraph(ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, **made, "links": links}))
-    free = {(3, 4, 0)}
-    shares = {arc: set(topology.route(*arc)) for arc in ((0, 1, 0), (0, 2, 0), (3, 5, 0), (2, 5, 0), (2, 1, 0), *free)}
-    limiting = {arc: channels - set(topology.route(2, 3)[1:2]) for arc, channels in shares.items()}
-    assert _neighbours_of(free, shares, limiting) == {(3, 4, 0), (3, 5, 0), (2, 5, 0), (2, 1, 0), (0, 1, 0), (0, 2, 0)}
-    limiting[2, 5, 0] = set(topology.route(2, 5)[:1])
-    assert _neighbours_of(free, shares, limiting) == {(3, 4, 0), (3, 5, 0)}
+def test_connections_of_other_links_keep_their_paces() -> None:
+    topology = LinkGraph(two_interfaces([4e7, 1e7, 1e7, 1e7], [4e7, 1e7, 1e7, 1e7]))
+    mixed = by_hand([equal_shards()], [equal_shards(interface=1)], [[star_of(0, 0, 100)]])
+    for rank in range(4):
+        paced = [[need.pace for need in sending_needs(mixed, topology, rank, each).values()] for each in (0, 1)]
+        assert not any(paced[0])
+        assert len(paced[1]) == 3
+        assert all(paced[1])
+
+
+def test_neighbours_share_the_link_that_limits_one_of_them() -> None:
+    one, two, three, other = ((0, peer, 0) for peer in (1, 2, 3, 4))
+    channels = {one: (1, 2), two: (2, 3), three: (3, 4), other: (5,)}
+    assert _with_neighbours({one}, channels, {2: [two], 3: [three], 5: [other]}) == {one, two, three}
+    assert _with_neighbours({one}, channels, {2: [one], 3: [two, three], 5: [other]}) == {one}
+    assert _with_neighbours(set(), channels, {2: [two]}) == set()
 
 
 def by_hand(*messages: Sequence[Sequence[TreeTransfer]]) -> Schedule:
