@@ -30,12 +30,12 @@ from lightning_autosync.report.hybrid import write_hybrid_report
 from lightning_autosync.report.page import REPORT, write_report
 from lightning_autosync.report.timeline import compare_timelines
 from lightning_autosync.report.tuning_run import TuningRun as ReportedRun
-from lightning_autosync.search.hybrid.result import HybridTuningResult
-from lightning_autosync.search.hybrid.run import HybridTuningRun
+from lightning_autosync.search.hybrid.run import HybridTuningOutcome, HybridTuningRun
 from lightning_autosync.search.tuning.result import RESULT
 from lightning_autosync.search.tuning.run import TuningOutcome, TuningRun
 from lightning_autosync.search.tuning.settings import TuningSettings
 
+Outcome = TuningOutcome | HybridTuningOutcome
 PLAN, WORKLOAD, CLUSTER = "plan.yaml", "workload.yaml", "cluster.yaml"
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Interrupted(SystemExit):
         super().__init__(STATUS)
 
 
-def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | HybridTuningResult:
+def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
     """Run the search; with ``parallel=hybrid`` a search of plans that may split operators.
 
     It writes ``plan.yaml``, ``workload.yaml`` and ``cluster.yaml`` (for ``autosync predict``), ``result.json``, the
@@ -69,18 +69,10 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
         if os.environ["RANK"] != "0":
             serve(settings.timeout, settings.scheduling == "batch")
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    if settings.parallel.kind == "hybrid":
-        found = _run_hybrid(settings, directory, console)
-        for line in next_steps(directory, found.plan):
-            console.print(line)
-        if found.interrupted:
-            console.print(_how_to_resume(directory, "interrupted"))
-            raise Interrupted
-        return found
     with _locked(directory):
         outcome = _run(settings, directory, console)
         interrupted = outcome.result.interrupted
-        if not interrupted and outcome.result.failure is None:
+        if isinstance(outcome, TuningOutcome) and not interrupted and outcome.result.failure is None:
             try:
                 _trace(outcome, directory)
             except AutoSyncError as error:
@@ -89,8 +81,9 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
                 interrupted = True
         if interrupted:
             console.print(_how_to_resume(directory, "interrupted"))
-        storage = outcome.storage if "://" in outcome.storage else None
-        write_report(replace(ReportedRun.load(directory), storage=storage), directory / REPORT)
+        _report(outcome, directory)
+    if isinstance(outcome.plan, HybridPlan):
+        console.print(outcome.plan.describe(), end="")
     print(directory / REPORT)
     for line in next_steps(directory, outcome.plan):
         console.print(line)
@@ -119,16 +112,17 @@ def next_steps(directory: Path, plan: SyncPlan | HybridPlan | None) -> list[str]
     ]
 
 
-def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningOutcome:
+def _run(settings: TuningSettings, directory: Path, console: Console) -> Outcome:
     """Search, print the result and write it."""
+    kind = HybridTuningRun if settings.parallel.kind == "hybrid" else TuningRun
     with ExitStack() as saving:
         try:
             with ShownProgress("tune") as report:
-                outcome = TuningRun(settings, directory, saving, report).run()
+                outcome = kind(settings, directory, saving, report).run()
         except KeyboardInterrupt:
             console.print(_how_to_resume(directory, "interrupted before the first result"))
             raise Interrupted from None
-        if outcome.result.interrupted and all(record.interrupted for record in outcome.result.trials):
+        if outcome.result.interrupted and outcome.result.is_empty:
             console.print(_how_to_resume(directory, "interrupted before the first result"))
             raise Interrupted
         for line in outcome.result.lines():
@@ -140,27 +134,6 @@ def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningO
     return outcome
 
 
-def _run_hybrid(settings: TuningSettings, directory: Path, console: Console) -> HybridTuningResult:
-    """Search plans that may split operators; write the files of `tune`, and ``rates.yaml``."""
-    with _locked(directory):
-        with ShownProgress("tune") as report:
-            run = HybridTuningRun(settings, directory, report)
-            result = run.run()
-        for line in result.lines():
-            console.print(line)
-        plan = result.plan
-        if plan is not None:
-            plan.save(directory / PLAN)
-        result.write(directory)
-        run.job.workload.save(directory / WORKLOAD)
-        run.job.cluster.save(directory / CLUSTER)
-        write_hybrid_report(result, directory / REPORT)
-    if isinstance(plan, HybridPlan):
-        console.print(plan.describe(), end="")
-    console.print(", ".join(str(directory / name) for name in ((PLAN,) if plan else ()) + (RESULT, REPORT)))
-    return result
-
-
 def _locked(directory: Path) -> AbstractContextManager[None]:
     """Hold the directory within the block; raises `TuningError` if another process holds it."""
     return held(
@@ -169,7 +142,7 @@ def _locked(directory: Path) -> AbstractContextManager[None]:
     )
 
 
-def _write(outcome: TuningOutcome, directory: Path) -> list[str]:
+def _write(outcome: Outcome, directory: Path) -> list[str]:
     """Write the files, the most important first in case one fails; returns the names of the main files."""
     plan = outcome.plan
     if plan is not None:
@@ -182,7 +155,7 @@ def _write(outcome: TuningOutcome, directory: Path) -> list[str]:
     return [PLAN, RESULT]
 
 
-def _keep_elsewhere(outcome: TuningOutcome, error: UnwritableError, console: Console) -> UnwritableError:
+def _keep_elsewhere(outcome: Outcome, error: UnwritableError, console: Console) -> UnwritableError:
     """Print the best plan and write the files to a temporary folder; returns an error that names the folder."""
     if outcome.plan is None:
         return error
@@ -201,6 +174,14 @@ def _how_to_resume(directory: Path, what: str) -> str:
     if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
         override = f"hydra.sweep.dir={shlex.quote(str(HydraConfig.get().sweep.dir))}"
     return f"{what}; to resume, run the same command with {override}"
+
+
+def _report(outcome: Outcome, directory: Path) -> None:
+    if isinstance(outcome, HybridTuningOutcome):
+        write_hybrid_report(outcome.result, directory / REPORT)
+        return
+    storage = outcome.storage if "://" in outcome.storage else None
+    write_report(replace(ReportedRun.load(directory), storage=storage), directory / REPORT)
 
 
 def _trace(outcome: TuningOutcome, directory: Path) -> None:

@@ -51,6 +51,7 @@ def _page(result: HybridTuningResult) -> dict[str, Any]:
         "plan_table": plan.describe() if plan is not None else "",
         "plan_text": "" if plan is None else as_yaml(plan.to_dict()),
         "notes": result.notes,
+        "failure": result.failure,
         "pictures": {picture.name: picture for picture in pictures if picture is not None},
         "best_ddp": None if result.comparison is None else result.comparison.ddp,
         "final_rows": _final_rows(result),

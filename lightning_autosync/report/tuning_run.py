@@ -54,7 +54,7 @@ class TuningRun:
                 subclass).
         """
         result = read_result(directory)
-        if all(trial.interrupted for trial in result.trials):
+        if result.is_empty:
             raise DocumentError(f"{directory}: every trial was interrupted, so there is nothing to report")
         where = f"{directory / RESULT}"
         workload = {name: value for name, value in result.workload.items() if name != "bytes"}

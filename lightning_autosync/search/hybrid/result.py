@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -76,6 +76,7 @@ class HybridTuningResult(Result):
         final: final comparison, as plain data for `FinalComparison`; None if there was none.
         winner: name of the fastest in the final comparison.
         interrupted: whether a Ctrl-C ended the run.
+        failure: error that ended the run after a plan had a time; None if there was none.
     """
 
     FORMAT: ClassVar[str] = "autosync-hybrid-tuning/1"
@@ -92,6 +93,7 @@ class HybridTuningResult(Result):
     final: dict[str, Any] | None = None
     winner: str | None = None
     interrupted: bool = False
+    failure: str | None = None
 
     @model_validator(mode="after")
     def _check_winner(self) -> Self:
@@ -104,10 +106,12 @@ class HybridTuningResult(Result):
         """The winner of the final comparison; without a winner, the fastest complete plan."""
         if self.winner is not None:
             return next(one for one in self.trials if one.name == self.winner and one.seconds is not None)
-        ran = [
-            one for one in self.trials if one.seconds is not None and one.plan is not None and one.state == "complete"
-        ]
-        return min(ran, key=lambda one: one.seconds or 0.0, default=None)
+        return fastest_plan(self.trials)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was tried."""
+        return not self.trials
 
     @property
     def plan(self) -> AnyPlan | None:
@@ -160,6 +164,12 @@ class HybridTuningResult(Result):
                 yield f"speedup over {what}: {speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]{few or tied}"
         for name, why in final.left_out.items():
             yield f"{name} failed in this comparison and was left out: {why}"
+
+
+def fastest_plan(trials: Iterable[HybridTrial]) -> HybridTrial | None:
+    """The complete trial of a plan with the shortest step; None if there is none."""
+    ran = [one for one in trials if one.seconds is not None and one.plan is not None and one.state == "complete"]
+    return min(ran, key=lambda one: one.seconds or 0.0, default=None)
 
 
 def plan_of(trial: HybridTrial) -> AnyPlan | None:

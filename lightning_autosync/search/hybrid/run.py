@@ -9,31 +9,40 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
 import torch
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.trial import TrialState
 
-from lightning_autosync.documents import bytes_text, checked, digest, parse_json, seconds_text
-from lightning_autosync.errors import DocumentError, PlanError, TuningError
+from lightning_autosync.documents import bytes_text, digest, identity, seconds_text
+from lightning_autosync.errors import AutoSyncError, DocumentError, PlanError, TuningError
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import StepSettings
 from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.prediction import predict
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.hybrid.search import Found, HybridCandidate, search
+from lightning_autosync.interrupts import uninterrupted
 from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.bench.output import EXACT
 from lightning_autosync.measure.hybrid.calibration import calibrate
 from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, measure_in_turns
 from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
-from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, Origin, plan_of
-from lightning_autosync.search.storages import STEP_SECONDS, StudyError, name_metrics, open_plan_storage, storage_errors
+from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, Origin, fastest_plan, plan_of
+from lightning_autosync.search.hybrid.trials import HybridTrials
+from lightning_autosync.search.passwords import without_passwords_in
+from lightning_autosync.search.storages import (
+    STEP_SECONDS,
+    StorageError,
+    StudyError,
+    name_metrics,
+    open_plan_storage,
+    storage_errors,
+)
 from lightning_autosync.search.tuning.comparison import AnyPlan, compare
 from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.opponents import announced_batches, builder_plans
@@ -41,13 +50,8 @@ from lightning_autosync.search.tuning.settings import TuningSettings
 
 RATES = "rates.yaml"
 JOURNAL = "study.journal"
-ABOUT, TRIAL = "autosync:hybrid", "autosync:hybrid-trial"
-"""User attributes: of a study, a digest of what its times depend on; of a trial, its `HybridTrial` as JSON text."""
-PARAMETERS: dict[str, BaseDistribution] = {
-    "origin": CategoricalDistribution(["search", "megatron", "builder", "ddp"]),
-    "place": IntDistribution(0, 1023),
-}
-"""Parameters of a trial: origin of its plan, and its place among the plans of that origin, best prediction first."""
+ABOUT = "autosync:hybrid"
+"""User attribute of a study: a digest of graph, cluster and model."""
 RIVALS = 2
 """Maximum numbers of DDP settings, and of builders' plans, in the final comparison."""
 _SGD = StepSettings(slots=0)
@@ -67,19 +71,37 @@ class _Entry:
     bytes: float | None = None
 
 
+@dataclass(frozen=True)
+class HybridTuningOutcome:
+    """A finished run: the tuned job and the result."""
+
+    job: TuningJob
+    result: HybridTuningResult
+
+    @property
+    def plan(self) -> AnyPlan | None:
+        """The best plan; None if no plan has a time."""
+        return self.result.plan
+
+    def __float__(self) -> float:
+        return float(self.result)
+
+
 class HybridTuningRun:
     """One run.
 
     Args:
         settings: settings with ``parallel.kind`` ``hybrid``.
         directory: directory of the run; that of an earlier run resumes it.
+        saving: stack that blocks further interrupts after a first Ctrl-C, until the caller has written the result.
         report: told of each trial.
 
     Raises:
         DocumentError: the model, the cluster or a file is wrong.
     """
 
-    def __init__(self, settings: TuningSettings, directory: Path, report: Report = silent) -> None:
+    def __init__(self, settings: TuningSettings, directory: Path, saving: ExitStack, report: Report = silent) -> None:
+        self._saving = saving
         self._settings = settings
         self._report = report
         self._done = self._total = 0
@@ -94,43 +116,54 @@ class HybridTuningRun:
         self._graph = self._captured()
         self._search_seconds = 0.0
 
-    @property
-    def job(self) -> TuningJob:
-        """The tuned job."""
-        return self._job
+    def run(self) -> HybridTuningOutcome:
+        """Run the search and the trials.
 
-    def run(self) -> HybridTuningResult:
-        """Run the search and the trials. After a Ctrl-C, the result holds the trials made so far.
+        A Ctrl-C during the trials or the final comparison, or an error after some plan has a time, ends the run early,
+        as the result states. If the study's storage stops answering, the result has the trials that were read from it
+        last.
 
         Raises:
             PlanError: no plan fits into the memory.
-            TuningError: nothing ran.
-            LaunchError: workers cannot be started.
+            TuningError: no plan ran, or no DDP, before any plan has a time.
+            LaunchError: workers cannot be started, before any plan has a time.
             StudyError: the study is of another job, or cannot be opened.
+            StorageError: the study's storage does not answer, before any plan has a time.
         """
-        interrupted, final, rates = False, None, HybridRates()
-        study = self._open()
+        final, interrupted, failure = None, False, None
+        trials = self._open()
         with self._job.session() as session:
+            rates = self._rates(session)
+            entries = self._entries(rates)
             try:
-                rates = self._rates(session)
-                self._measure(session, study, self._entries(rates))
-                final = self._compare(session, self._trials(study))
+                self._measure(session, trials, entries)
+                final = self._compare(session, self._allowed(trials))
             except KeyboardInterrupt:
+                # A second Ctrl-C must not lose the result before the caller has written it.
+                self._saving.enter_context(uninterrupted())
                 _log.warning("interrupted")
                 interrupted = True
-        return HybridTuningResult(
-            settings=self._settings.model_dump(mode="json"),
+            except AutoSyncError as error:
+                if isinstance(error, StorageError):
+                    trials.freeze()  # the reads below would fail as well
+                if fastest_plan(self._allowed(trials)) is None:
+                    raise
+                failure = reason(error)
+        result = HybridTuningResult(
+            settings=without_passwords_in(self._settings.model_dump(mode="json")),
             cluster=self._job.cluster.to_dict(),
             rates=rates.to_dict(),
             model=self._settings.model.title,
             weight_bytes=self._graph.weight_bytes,
             search_seconds=self._search_seconds,
             notes=self._graph.notes,
-            trials=tuple(self._trials(study)),
+            trials=tuple(self._allowed(trials)),
             final=final,
             winner=None if final is None else final["winner"],
             interrupted=interrupted,
+            failure=failure,
         )
+        return HybridTuningOutcome(self._job, result)
 
     def _captured(self) -> Graph:
         model = self._settings.model
@@ -190,8 +223,11 @@ class HybridTuningRun:
             entries.append(_Entry(name, origin, place, order, candidate.plan, candidate, sent))
         return entries
 
+    def _open(self) -> HybridTrials:
+        return HybridTrials(self._study(), identity(self._directory), self._settings.study.storage is None)
+
     @storage_errors()
-    def _open(self) -> optuna.Study:
+    def _study(self) -> optuna.Study:
         storage = self._settings.study.storage or str(self._directory / JOURNAL)
         study = optuna.create_study(
             storage=open_plan_storage(storage), study_name=self._settings.study.name, load_if_exists=True
@@ -201,36 +237,31 @@ class HybridTuningRun:
         )
         if study.user_attrs.get(ABOUT, about) != about or (ABOUT not in study.user_attrs and study.get_trials()):
             raise StudyError(f"study '{study.study_name}' belongs to another job; choose another study.name or storage")
+        self._job.claim(study)
         study.set_user_attr(ABOUT, about)
         name_metrics(study, [STEP_SECONDS])
         return study
 
-    @storage_errors()
-    def _trials(self, study: optuna.Study) -> list[HybridTrial]:
-        """The finished trials; for each contender only the last one."""
-        found: dict[str, HybridTrial] = {}
-        for trial in study.get_trials(deepcopy=False):
-            if TRIAL in trial.user_attrs and trial.state.is_finished():
-                where = f"study '{study.study_name}', trial {trial.number}: {TRIAL}"
-                record = checked(HybridTrial, parse_json(trial.user_attrs[TRIAL], where, StudyError), where, StudyError)
-                found[record.name] = record
-        return list(found.values())
+    def _allowed(self, trials: HybridTrials) -> list[HybridTrial]:
+        """The finished trials whose plans fit into memory; an earlier session may have had a higher limit."""
+        return [one for one in trials.records() if one.origin == "ddp" or self._fits(one.memory)]
 
-    def _measure(self, session: MeasurementSession, study: optuna.Study, entries: Sequence[_Entry]) -> None:
-        known = {trial.name for trial in self._trials(study) if trial.state != "failed"}
+    def _measure(self, session: MeasurementSession, trials: HybridTrials, entries: Sequence[_Entry]) -> None:
+        known = {trial.name for trial in trials.records() if trial.state != "failed"}
         new = {entry.name: entry for entry in entries if entry.name not in known}
         reference, best = entries[0], None
         self._done, self._total = 0, len(new)
         for batch in announced_batches("DDP and plans", new, self._settings.search.batch):
-            best = self._play(session, study, batch, reference, best)
-        if not any(trial.seconds is not None for trial in self._trials(study)):
-            reasons = {trial.why for trial in self._trials(study) if trial.why}
+            best = self._play(session, trials, batch, reference, best)
+        records = trials.records()
+        if not any(trial.seconds is not None for trial in records):
+            reasons = {trial.why for trial in records if trial.why}
             raise TuningError(f"every plan and DDP setting failed: {'; '.join(sorted(reasons))}")
 
     def _play(
         self,
         session: MeasurementSession,
-        study: optuna.Study,
+        trials: HybridTrials,
         batch: Mapping[str, _Entry],
         reference: _Entry,
         best: float | None,
@@ -240,7 +271,7 @@ class HybridTuningRun:
 
         def tell(measurement: TrialMeasurement) -> None:
             name = measurement.contender.name
-            self._tell(study, batch[name], measurement, deviations.get(name))
+            self._tell(trials, batch[name], measurement, deviations.get(name))
 
         measurements = []
         for name, entry in batch.items():
@@ -278,15 +309,12 @@ class HybridTuningRun:
         session.take_down(against)
         return found
 
-    @storage_errors()
     def _tell(
-        self, study: optuna.Study, entry: _Entry, measurement: TrialMeasurement, deviation: float | str | None
+        self, trials: HybridTrials, entry: _Entry, measurement: TrialMeasurement, deviation: float | str | None
     ) -> None:
-        study.enqueue_trial({"origin": entry.origin, "place": entry.place})
-        trial = study.ask(PARAMETERS)
         candidate = entry.candidate
         record = HybridTrial(
-            number=trial.number,
+            number=0,  # not known yet
             name=entry.name,
             origin=entry.origin,
             state=measurement.state,
@@ -299,31 +327,24 @@ class HybridTuningRun:
             why=measurement.why,
             plan=None if entry.plan is None else entry.plan.to_dict(),
         )
-        trial.set_user_attr(TRIAL, record.model_dump_json())
+        trials.add(record, entry.place)
         told = "-" if record.seconds is None else seconds_text(record.seconds)
         said = "" if record.predicted is None else f", predicted {seconds_text(record.predicted)}"
         _log.info("%s: %s %s%s%s", entry.name, record.state, told, said, f" ({record.why})" if record.why else "")
         self._done += 1
         self._report(self._done, self._total, f"{entry.name}: {record.state} {told}")
-        if record.state == "complete":
-            study.tell(trial, record.seconds)
-        elif record.state == "pruned" and record.seconds is not None:
-            trial.report(record.seconds, 0)
-            study.tell(trial, state=TrialState.PRUNED)
-        else:
-            study.tell(trial, state=TrialState.FAIL)
 
     def _compare(self, session: MeasurementSession, trials: Sequence[HybridTrial]) -> dict[str, Any]:
         """The final comparison, in which the best of each kind take turns, as plain data."""
         fastest = sorted((one for one in trials if one.seconds is not None), key=lambda one: one.seconds or 0.0)
         plans: dict[str, AnyPlan] = {}
         for origin, most in (("builder", RIVALS), ("megatron", 1), ("search", self._settings.finalists)):
-            # The study may be of a run with a higher limit of memory.
-            for trial in [one for one in fastest if one.origin == origin and self._fits(one.memory)][:most]:
+            for trial in [one for one in fastest if one.origin == origin][:most]:
                 plan = plan_of(trial)
                 if plan is not None:
                     plans[trial.name] = plan
-        rivals = [one.name for one in fastest if one.origin == "ddp"][:RIVALS]
+        names = {options.name for options in self._settings.ddp.options()}  # an earlier session may have had others
+        rivals = [one.name for one in fastest if one.origin == "ddp" and one.name in names][:RIVALS]
         if not plans or not rivals:
             raise TuningError(f"no {'DDP setting' if plans else 'plan'} was measured")
         return compare(self._job, session, plans, rivals, self._directory)

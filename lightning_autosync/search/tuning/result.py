@@ -179,6 +179,11 @@ class TuningResult(Result):
             raise ValueError("no trial completed")
         return self.best.seconds
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was tried to its end."""
+        return all(record.interrupted for record in self.trials)
+
     def figures(self) -> dict[str, str]:
         if self.best is None:
             return {}

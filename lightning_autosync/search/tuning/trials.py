@@ -40,8 +40,29 @@ from lightning_autosync.search.tuning.samplers import BucketSpace, Space
 
 
 @dataclass
-class Trials:
-    """The trials of one run in its study. Methods raise `StorageError` if the study's storage does not answer.
+class StoredTrials:
+    """The finished trials of a study. Methods raise `StorageError` if the study's storage does not answer."""
+
+    study: optuna.Study
+    _last: list[FrozenTrial] = field(default_factory=list, init=False, repr=False)
+    _is_frozen: bool = field(default=False, init=False, repr=False)
+
+    def freeze(self) -> None:
+        """Use the trials that were read last from now on, because the storage does not answer."""
+        self._is_frozen = True
+
+    @uninterrupted()
+    @storage_errors()
+    def finished(self) -> list[FrozenTrial]:
+        """Trials in any final state, in order."""
+        if not self._is_frozen:
+            self._last = self.study.get_trials(deepcopy=False, states=tuple(STATES))
+        return self._last
+
+
+@dataclass
+class Trials(StoredTrials):
+    """The trials of one run in its study.
 
     Attributes:
         sampler: name of the sampler, used as origin of trials without one.
@@ -50,14 +71,11 @@ class Trials:
         proposals: for each proposal, seconds of the sampler from asking for the plan to telling its result.
     """
 
-    study: optuna.Study
     space: Space
     sampler: str
     run: str
     alone: bool = False
     proposals: list[float] = field(default_factory=list)
-    _last: list[FrozenTrial] = field(default_factory=list, init=False, repr=False)
-    _is_frozen: bool = field(default=False, init=False, repr=False)
 
     @property
     def own(self) -> str | None:
@@ -157,18 +175,6 @@ class Trials:
             for name, value in ((ERROR, why), (INTERRUPTED, True)):
                 self.study._storage.set_trial_user_attr(trial._trial_id, name, value)
             self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-
-    def freeze(self) -> None:
-        """Use the trials that were read last from now on, because the storage does not answer."""
-        self._is_frozen = True
-
-    @uninterrupted()
-    @storage_errors()
-    def finished(self) -> list[FrozenTrial]:
-        """Trials in any final state, in order."""
-        if not self._is_frozen:
-            self._last = self.study.get_trials(deepcopy=False, states=tuple(STATES))
-        return self._last
 
     def records(self) -> list[TrialRecord]:
         """The finished trials as records."""

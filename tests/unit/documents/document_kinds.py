@@ -905,7 +905,7 @@ KINDS: dict[str, Kind] = {
     "constants": Kind(_make_constants, _read_constants, ("replay.constants",)),
     "hybrid plan": Kind(_make_hybrid_plan, _read_hybrid_plan, ("hybrid.plan", "strategy.autoddl")),
     "hybrid rates": Kind(_make_hybrid_rates, _read_hybrid_rates, ("hybrid.rates",)),
-    "hybrid tuning run": Kind(_make_hybrid_run, _read_hybrid_run, ("search.hybrid.result", "search.hybrid.run")),
+    "hybrid tuning run": Kind(_make_hybrid_run, _read_hybrid_run, ("search.hybrid.result", "search.hybrid.trials")),
     "prediction": Kind(_make_prediction, _read_prediction, ()),
     "dataset": Kind(
         _make_dataset,

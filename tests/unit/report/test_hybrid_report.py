@@ -50,6 +50,12 @@ def test_each_contender_has_its_speedup_over_the_best_ddp(tmp_path: Path) -> Non
     assert "over the best DDP (ddp_view)" in page
 
 
+def test_a_failure_is_told(tmp_path: Path) -> None:
+    failed = compared().model_copy(update={"failure": "no worker can be started"})
+    write_hybrid_report(failed, tmp_path / "report.html")
+    assert "The run failed: no worker can be started." in (tmp_path / "report.html").read_text()
+
+
 def test_the_lines_name_the_best_ddp() -> None:
     lines = list(compared().lines())
     assert "speedup over the best DDP, ddp_view: 2.00x [2.00, 2.00]" in lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,18 @@ from lightning_autosync.search.tuning.settings import TuningSettings
 CLUSTER = ClusterSpec.uniform(2, 1, "10 Mbit/s", name="slow")
 
 
-def hybrid_run(memory: float | None, directory: Path, **groups: Any) -> HybridTuningRun:
-    given = {
+def hybrid_configuration(memory: float | None = None, **groups: Any) -> dict[str, Any]:
+    return {
         **configuration(),
         "model": {"kind": "perceptron", "widths": [512, 16, 512, 16], "batch": 4},
         "cluster": CLUSTER.to_dict(),
         **groups,
         "parallel": {"kind": "hybrid", "memory": memory, "trials": 4, **groups.get("parallel", {})},
     }
-    return HybridTuningRun(TuningSettings.parse(given), directory)
+
+
+def hybrid_run(memory: float | None, directory: Path, **groups: Any) -> HybridTuningRun:
+    return HybridTuningRun(TuningSettings.parse(hybrid_configuration(memory, **groups)), directory, ExitStack())
 
 
 def entries(memory: float | None, directory: Path) -> list[Any]:
@@ -63,15 +67,15 @@ def test_each_batch_and_each_result_is_announced(tmp_path: Path, caplog: pytest.
     run = hybrid_run(None, tmp_path)
     chosen = [entry for entry in run._entries(HybridRates()) if entry.origin in ("ddp", "builder")][:5]
     session: Any = PricedSession(lambda name, order: 0.1)
-    study = run._open()
-    run._measure(session, study, chosen)
+    trials = run._open()
+    run._measure(session, trials, chosen)
     names = [entry.name for entry in chosen]
     said = [record.message for record in caplog.records if "search" in record.name]
     assert [line for line in said if line.startswith("measuring")] == [
         f"measuring DDP and plans, 1 to 3 of 5: {', '.join(names[:3])}",
         f"measuring DDP and plans, 4 to 5 of 5: {', '.join(names[3:])}",
     ]
-    assert {trial.name for trial in run._trials(study)} == set(names)
+    assert {trial.name for trial in trials.records()} == set(names)
 
 
 def test_a_plan_may_need_gigabytes() -> None:
