@@ -91,7 +91,8 @@ class LoadMeter:
     """
 
     def __init__(self, pids: Sequence[int] | None) -> None:
-        self._pids = pids
+        # In a job, the list of workers has this process too, whose time is counted by itself.
+        self._pids = None if pids is None else [pid for pid in pids if pid != os.getpid()]
         self._start = self._read()
 
     def foreign_cores(self) -> float | None:

@@ -95,7 +95,7 @@ class Replica(ABC):
         self._batches = training.batches
         self._step_optimizer = training.step_optimizer
         self._after_step: Callable[[], None] | None = None
-        self._parameters = list(self.module.parameters())
+        self._parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._steps = 0
 
     @property
@@ -137,7 +137,7 @@ class Replica(ABC):
             parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Copies of the whole gradients of all parameters; collective."""
+        """Copies of the whole gradients of all trained parameters, zeros where a batch left one out; collective."""
         return [_dense(parameter) for parameter in self._parameters]
 
     def close(self) -> None:  # noqa: B027 - DDP has nothing to close
@@ -283,7 +283,7 @@ class HybridReplica(Replica):
             loss.backward()
 
     def gradients(self) -> list[Tensor]:
-        parts = self._split.parts.values()
+        parts = (part for part in self._split.parts.values() if part.parameter.requires_grad)
         return [self._split.whole(_dense(part.parameter), part.shard) for part in parts]
 
     def close(self) -> None:
@@ -291,8 +291,7 @@ class HybridReplica(Replica):
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.to_dense().clone()
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense().clone()
 
 
 def _install_hook(

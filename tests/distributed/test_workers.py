@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -162,6 +163,13 @@ def test_ranks_left_waiting_by_an_error_are_named(monkeypatch):
         assert caught.value.rank == 0
         assert "no luck on 0" in caught.value.traceback
         assert pool.closed
+
+
+@pytest.mark.usefixtures("new_interpreters")
+def test_workers_that_do_not_start_are_told_with_the_limit_of_the_start():
+    """A new interpreter takes longer than this to import the package."""
+    with pytest.raises(WorkerError, match=r"no answer from rank 0 within 0\.1 s"):
+        WorkerPool(1, timeout=0.1, order_timeout=math.inf)
 
 
 @pytest.mark.slow

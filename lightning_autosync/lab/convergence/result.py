@@ -85,7 +85,8 @@ class Summary:
         difference: ``final`` minus the reference's, in percentage points.
         reached: median seconds to the target; infinite if half of the trainings or more missed it, None without target.
         times: seconds to the target of the trainings that reached it, ascending.
-        faster: speedup to the target over the reference; None if either median is not finite.
+        faster: speedup to the target over the reference; None if either median is not finite, or that of this
+            method is 0.
         steps: steps per second of all workers together, mean over runs.
         waiting: mean share of time in which a worker waited or exchanged; see `TrainingRun`.
         sent: bytes that the median rank sent per step, mean over runs; None if they cannot be counted.
@@ -181,7 +182,7 @@ class ConvergenceResult:
             difference=statistics.mean(finals) - statistics.mean(run.final for run in reference),
             reached=None if self.settings.target is None else reached,
             times=sorted(run.reached for run in runs if run.reached is not None),
-            faster=compared / reached if math.isfinite(compared) and math.isfinite(reached) else None,
+            faster=compared / reached if math.isfinite(compared) and 0 < reached < math.inf else None,
             steps=statistics.mean(sum(run.steps) / run.seconds for run in runs),
             waiting=statistics.mean(share for run in runs for share in run.waiting),
             sent=statistics.mean(map(statistics.median, sent)) if counted else None,

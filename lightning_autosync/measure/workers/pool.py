@@ -79,6 +79,8 @@ class WorkerPool:
             raise LaunchError(f"scheduling: '{scheduling}' is not known; allowed: 'batch' or None")
         self._lock = threading.Lock()
         self._generation = 0
+        self._limit = self.timeout
+        """Seconds in which all ranks must answer the present order."""
         self._workers: list[WorkerProcess] = []
         # The finalizer gets the list and not the pool, since a reference to the pool would keep it alive.
         self._finalizer = weakref.finalize(self, _end_all, self._workers, os.getpid())
@@ -178,6 +180,7 @@ class WorkerPool:
     def _exchange(self, ranks: list[int], order: dict[str, Any], deadline: float, report: Report = silent) -> list[Any]:
         """Send ``ranks`` an order and return their results."""
         line = json.dumps(order).encode() + b"\n"
+        self._limit = deadline - time.monotonic()
         replies: dict[int, dict[str, Any]] = {}
         try:
             self._send(ranks, line, deadline)
@@ -257,7 +260,7 @@ class WorkerPool:
         failed = [rank for rank, reply in replies.items() if "error" in reply]
         names = _rank_names(ranks)
         if not failed:
-            message = f"no answer from {names} within {self.timeout:g} s; the pool is closed"
+            message = f"no answer from {names} within {round(self._limit, 1):g} s; the pool is closed"
             return WorkerError(message + self._outputs(ranks), ranks[0])
         cause = self._told(failed, replies)
         message = f"{cause}\n\nno answer from {names} within {GRACE:g} s after that error; the pool is closed"

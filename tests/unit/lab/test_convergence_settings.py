@@ -276,6 +276,13 @@ def test_a_summary(result):
     assert result.ring_bytes == 1000
 
 
+def test_a_target_that_is_met_before_training_has_no_speedup():
+    settings = ConvergenceSettings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
+    runs = [run("all_reduce", 1.0), run("gossip", 0.0)]
+    found = ConvergenceResult(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
+    assert found.summary("gossip", "equal").faster is None
+
+
 def test_who_misses_the_target_is_not_left_out():
     settings = ConvergenceSettings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
     runs = [run("all_reduce", 1.0), run("gossip", 2.0), run("gossip", None), run("gossip", None)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -52,6 +53,18 @@ def test_the_work_of_workers_is_not_foreign():
     assert foreign is not None
     assert both is not None
     assert both > foreign + 0.02
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_that_is_this_process_is_counted_once():
+    both, one = LoadMeter([os.getpid()]), LoadMeter([])
+    begin = time.process_time()
+    while time.process_time() < begin + 0.5:
+        pass
+    found, expected = both._read(), one._read()
+    assert found is not None
+    assert expected is not None
+    assert found[1] == pytest.approx(expected[1], abs=0.1)
 
 
 def test_every_other_round_runs_backwards():

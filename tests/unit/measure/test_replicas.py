@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.bench.settings import DDPOptions
@@ -69,6 +71,28 @@ def test_paced_steps_take_what_the_bound_and_the_replay_count(
     one.step()
     assert clock.now == pytest.approx((0.1 + 0.3 + 0.05) / 0.5)
     one.close()
+
+
+class FineTuned(nn.Module):
+    """Returns its loss; the first layer is frozen, and no batch uses the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.head, self.unused = (nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.frozen(batch)).sum()
+        return loss
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_are_those_of_trained_parameters() -> None:
+    one = DDPReplica(Training(FineTuned(), [(torch.ones(1, 2),)], None), DDPOptions(), SLOW)
+    one.backward()
+    head, unused = one.gradients()
+    assert head.any()
+    assert torch.equal(unused, torch.zeros(2, 2))
 
 
 @pytest.mark.usefixtures("alone")
