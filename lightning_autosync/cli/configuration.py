@@ -285,7 +285,8 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
         near = _sentence(did_you_mean(under.rpartition(".")[2], own, f"{place}.{{}}".format))
         return f"{key}: unknown key; {near}'autosync {verb} --cfg hydra' lists the keys of Hydra"
     names = sorted({*own, *([] if place else groups)})
-    add = f"; to add one, write +{key}=..." if place == "contenders" else ""
+    add = {"contenders": "one", "trainer": "an argument of Lightning's Trainer"}.get(place, "")
+    add = add and f"; to add {add}, write +{key}=..."
     near, last = "", under.rpartition(".")[2]
     if last not in names:
         near = did_you_mean(last, names, (f"{place}.{{}}" if place else "{}").format)

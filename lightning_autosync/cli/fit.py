@@ -22,8 +22,8 @@ from lightning_autosync.lab.fitting.comparison import (
 )
 from lightning_autosync.lab.fitting.encoding import encode_samples
 from lightning_autosync.lab.fitting.splits import FitSettings, hold_out
-from lightning_autosync.lab.fitting.whole import card_of, fit_all, judge_held_out
-from lightning_autosync.learned import LearnedEstimator, Simulator, load_simulator
+from lightning_autosync.lab.fitting.whole import HeldOutSamples, card_of, fit_all
+from lightning_autosync.learned import LearnedEstimator, load_simulator
 from lightning_autosync.learned.card import CARD, HeldOutAccuracy
 from lightning_autosync.learned.dataset import Dataset, Sample
 from lightning_autosync.learned.examples import Examples
@@ -48,6 +48,7 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     samples, cores = _load(settings)
     kept, apart = hold_out(samples, settings.held_out)
     start, constants = _start(settings, cores)
+    judges = _judges(settings, apart, constants)  # before the training, which would be lost if they can judge nothing
     console = Console()
     shown = ShownProgress("fit")
     path = Path(settings.runs) if settings.runs else directory / "runs.jsonl"
@@ -63,7 +64,7 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     fit_all(settings, kept, encoded[settings.simulator.kind], simulator)
     timing = {"encoding": encoding, "comparison": sum(run.seconds for run in runs)}
     timing["fitting"] = time.perf_counter() - begun
-    card = card_of(settings, kept, apart, _judge(settings, simulator, apart, constants))
+    card = card_of(settings, kept, apart, None if judges is None else judges.judge(simulator))
     simulator.save(fitted)
     card.save(fitted / CARD)
     result = FitResult(
@@ -84,15 +85,13 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     console.print(f"{fitted}, {directory / 'result.json'}", soft_wrap=True, highlight=False)
 
 
-def _judge(
-    settings: FitSettings, simulator: Simulator, apart: Sequence[Sample], constants: Constants
-) -> HeldOutAccuracy | None:
-    """The accuracy on held-out samples; None if there are none."""
+def _judges(settings: FitSettings, apart: Sequence[Sample], constants: Constants) -> HeldOutSamples | None:
+    """The held-out samples; None if there are none."""
     if not apart:
         return None
     kind = settings.simulator.kind
     encoded = encode_samples(apart, constants, tuple({"replay", kind}), settings.processes)
-    return judge_held_out(simulator, encoded[kind], encoded["replay"])
+    return HeldOutSamples(encoded[kind], encoded["replay"])
 
 
 def _told(accuracy: HeldOutAccuracy) -> str:

@@ -167,6 +167,10 @@ class HeldOutAccuracy(Record):
     replay: PredictionAccuracy
 
 
+LONGEST_COMMAND = 2**17
+"""Most characters of a command, about as many as Linux takes in one argument."""
+
+
 class SimulatorCard(Document):
     """The card of a fitted simulator, in ``card.json`` beside its header.
 
@@ -187,7 +191,7 @@ class SimulatorCard(Document):
     FORMAT: ClassVar[str] = "autosync-simulator-card/1"
     ERROR: ClassVar[type[DocumentError]] = SimulatorError
 
-    command: Annotated[str, Field(max_length=4096)]
+    command: Annotated[str, Field(max_length=LONGEST_COMMAND)]
     dataset: Annotated[str, Field(max_length=64)]
     samples: Index
     clusters: tuple[str, ...]

@@ -86,8 +86,8 @@ class LoadMeter:
     """Counts the processor time that other processes use on this machine, from the meter's creation on.
 
     Args:
-        pids: process ids of the workers on this machine. Neither they nor this process count as other processes. None
-            if workers run elsewhere: then nothing is counted.
+        pids: process ids of the workers on this machine, and of what carries their traffic. Neither they nor this
+            process count as other processes. None if workers run elsewhere: then nothing is counted.
     """
 
     def __init__(self, pids: Sequence[int] | None) -> None:

@@ -21,6 +21,7 @@ from lightning_autosync.documents import digest
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.settings import DDPOptions
+from lightning_autosync.measure.models.model import with_kinds_of
 from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.replicas import (
     SEED,
@@ -221,10 +222,14 @@ def _paced(
 
 
 def profile(model: dict[str, Any]) -> dict[str, Any]:
-    """The workload of a model as plain data, measured on this rank's first batch while all ranks compute."""
+    """The workload of a model as plain data, measured on this rank's first batch while all ranks compute.
+
+    Rows travel of the tables for which they do so in jobs, whatever the batch touches: the plan is for a job.
+    """
     recipe = model_of(model)
     torch.manual_seed(SEED)
     module = recipe.module()
     batch = recipe.batches(dist.get_rank())[0]
     dist.barrier()
-    return capture(module, batch, training_step=lambda given: module(*given), name=recipe.title).to_dict()
+    found = capture(module, batch, training_step=lambda given: module(*given), name=recipe.title)
+    return with_kinds_of(recipe.workload("rows"), found).to_dict()

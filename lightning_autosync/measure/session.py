@@ -202,7 +202,8 @@ class MeasurementSession:
 
     def watch_load(self) -> LoadMeter:
         """Start to count the load of other processes, if all workers run on this machine."""
-        return LoadMeter(self.pool.pids if self._is_here else None)
+        relays = () if self._launch is None else self._launch.relays
+        return LoadMeter([*self.pool.pids, *relays] if self._is_here else None)
 
     @contextmanager
     def _turn_of(self, contender: Contender) -> Iterator[None]:

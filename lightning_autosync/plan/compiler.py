@@ -84,8 +84,8 @@ def check_variables(plan: SyncPlan, workload: Workload, source: str) -> None:
                 )
     if missing := [variable.name for variable in workload.variables if variable.name not in planned]:
         raise PlanError(
-            f"{source}: groups: parameter '{missing[0]}' is in no group ({len(missing)} in all); "
-            "each parameter must be in one"
+            f"{source}: groups: {len(missing)} of the model's {counted(len(present), 'parameter')} "
+            f"{'is' if len(missing) == 1 else 'are'} in no group, such as '{missing[0]}'; each must be in one"
         )
     if plan.workload is not None and plan.workload != workload.variables_fingerprint:
         raise PlanError(

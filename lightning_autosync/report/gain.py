@@ -133,7 +133,8 @@ def gain_remarks(result: GainResult) -> Iterator[str]:
         yield "the times of forward and backward are unknown and count as 0, so these are times of synchronization"
     if tables:
         yield "rows: only touched rows of embeddings travel; DDP sends whole tables, unless modules have sparse=True"
-    yield "overlap: with ranks that share cores, measured steps took 1.0 to 1.3 times as long"
+    if result.of("overlap"):
+        yield "overlap: with ranks that share cores, measured steps took 1.0 to 1.3 times as long"
     if result.of("shares"):
         yield "batch shares: each rank computes its part of a batch in proportion to the speed of its node"
     if result.of("micro_batches"):

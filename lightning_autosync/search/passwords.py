@@ -13,7 +13,8 @@ from sqlalchemy.exc import ArgumentError
 
 VARIABLE = "AUTOSYNC_STORAGE_"
 """Prefix of environment variables that hold addresses or parts of passwords; a number follows."""
-_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S+")
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S*[^\s:;,.!?()'\"]")
+"""An address, without the punctuation behind it."""
 _INTERPOLATION = re.compile(r"\$\{[^{}]*\}")
 _FILLED = "\0"
 """Stands for each character of an interpolation where passwords are looked for."""

@@ -288,7 +288,7 @@ class RelaxedCheckpoint:
                 f"checkpoint: its state is '{shortened(kind)}', but this version reads '{RELAXED_FORMAT}'; resume "
                 "with the version that saved it, or load its weights only"
             )
-        found, ranks = "an exact or compressed plan", dict[int, Any]()
+        found, ranks = "", dict[int, Any]()
         if kind == RELAXED_FORMAT:
             state = checked(_RelaxedEntry, entry, f"checkpoint: {KEY}", PlanError)
             found, ranks = state.plan, state.ranks
@@ -302,9 +302,10 @@ class RelaxedCheckpoint:
         elif self._served:
             self._loaded = {"synchronizer": {"step": steps, "progress": float(steps)}}
         else:
+            saved = f"a plan of mode '{found}'" if found else "a synchronous plan"
             rank_zero_warn(
-                f"the checkpoint was saved under '{found}': ranks keep its model and optimizer state, and the other "
-                f"state of mode '{self._mode}' is reset"
+                f"the checkpoint was saved with {saved}: ranks keep its model and optimizer state, and the other state "
+                f"of mode '{self._mode}' is reset"
             )
 
     def _entry(self, ranks: dict[int, Any]) -> dict[str, Any]:

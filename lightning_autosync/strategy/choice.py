@@ -87,7 +87,7 @@ def choose_plan(
             times += f"; in large messages, because {CORES_LIMIT}"
         return (
             native.plan,
-            f"fused native all-reduce, because no other method is more than {least_gain - 1:.0%} faster; the best is "
+            f"fused native all-reduce, because no other method is more than {least_gain - 1:.0%} faster. The best is "
             f"{linked.name}, {times}",
         )
     return linked.plan, f"{linked.name}, {times}"

@@ -17,6 +17,7 @@ from lightning_autosync.replay.shares import micro_batched, shared_step_time
 from lightning_autosync.report.gain import CHOICE, GainResult, GainRow, Kind
 from lightning_autosync.report.predict import CUT_BOUND
 from lightning_autosync.strategy.choice import choose_plan
+from lightning_autosync.strategy.overlap import why_no_overlap
 from lightning_autosync.strategy.tuning.proposals import DESCRIBED, JobLinks, order_plans, search_plans
 from lightning_autosync.strategy.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload
@@ -160,16 +161,16 @@ def _of_choice(
     constants: Constants,
     micro_batches: tuple[int, int] | None,
 ) -> Iterator[_Price]:
-    """AutoSync's choice alone and with overlap, both with batch shares where speeds differ, and micro-batches."""
+    """AutoSync's choice alone, and with overlap where the engine can; both with batch shares where speeds differ, and
+    micro-batches."""
     schedule, other = (compile_plan(each, workload, cluster) for each in (plan, overlapping))
     yield _Price("choice", CHOICE["choice"], replay.predict(schedule).step_time, plan, schedule)
-    seconds = overlapped_step_time(other, workload, replay)
-    yield _Price("overlap", CHOICE["overlap"], seconds, overlapping, other)
-    both: tuple[tuple[Kind, SyncPlan, Schedule], ...] = (
-        ("shares", plan, schedule),
-        ("shares_overlap", overlapping, other),
-    )
-    for kind, chosen, compiled in both:
+    ways: list[tuple[Kind, SyncPlan, Schedule]] = [("shares", plan, schedule)]
+    if not why_no_overlap(overlapping, other):
+        seconds = overlapped_step_time(other, workload, replay)
+        yield _Price("overlap", CHOICE["overlap"], seconds, overlapping, other)
+        ways.append(("shares_overlap", overlapping, other))
+    for kind, chosen, compiled in ways:
         shared = shared_step_time(compiled, workload, cluster, constants, overlaps=kind == "shares_overlap")
         if shared is not None:
             yield _Price(kind, CHOICE[kind], shared, chosen, compiled)

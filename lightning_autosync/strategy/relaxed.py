@@ -13,7 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_autosync.documents import bytes_text
+from lightning_autosync.documents import bytes_text, counted
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
 from lightning_autosync.engine.replicas import ParameterTracker
 from lightning_autosync.errors import ExchangeError, PlanError
@@ -125,9 +125,12 @@ class RelaxedReplica(Replica):
         self._samples = 0
         self._computing = self._stepping = False
         self._meter: RelaxedMeter | None = None
+        mode = found.plan.consistency
+        options = [f"{name} {value}" for name, value in mode if name != "mode" and value is not None]
+        differs = "" if mode.mode == "synchronous" else "; the result differs from DDP's"
         rank_zero_info(
-            f"AutoSync: plan {found.plan.fingerprint} ({self._mode}, {size} ranks, "
-            f"{bytes_text(found.workload.bytes)}): {found.reason}"
+            f"AutoSync: plan {found.plan.fingerprint} ({', '.join([mode.mode, *options])}; {counted(size, 'rank')}, "
+            f"{bytes_text(found.workload.bytes)}{differs}): {found.reason}"
         )
 
     def _check_module(self) -> None:

@@ -24,11 +24,7 @@ from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.settings import StrategySettings, check_semantics, reason_of_given
 from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.proposals import Proposals
-from lightning_autosync.workload import Workload, describe, variable_names
-from lightning_autosync.workload.description import EMBEDDINGS, parameter_owners
-
-LARGE_TABLE = 4096
-"""Number of rows from which only touched rows of a dense embedding are exchanged: a batch rarely touches so many."""
+from lightning_autosync.workload import Workload, describe, large_tables
 
 
 @dataclass(frozen=True)
@@ -195,19 +191,6 @@ def memory_fault(module: nn.Module, nodes: int, devices: int, group: dist.Proces
         return f"the ranks are on {nodes} nodes"
     size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
     return sharing_fault((devices + 1) * size, group)
-
-
-def large_tables(module: nn.Module, also: Container[nn.Parameter] = ()) -> set[str]:
-    """Names of the weights of large dense embeddings that no other module shares: a step touches few of their rows."""
-    owners = parameter_owners(module)
-    return {
-        name
-        for name, parameter in variable_names(module, also)
-        if len(owners[parameter]) == 1
-        and isinstance(owners[parameter][0], EMBEDDINGS)
-        and not owners[parameter][0].sparse
-        and parameter.shape[0] >= LARGE_TABLE
-    }
 
 
 def _check_parameters(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_autosync.workload.description import (
         IGNORED,
         describe,
+        large_tables,
         shared_buffers,
         shared_parameters,
         shortened_rows,
@@ -29,6 +30,7 @@ __all__ = [
     "capture",
     "catalogue",
     "describe",
+    "large_tables",
     "shared_buffers",
     "shared_parameters",
     "shortened_rows",

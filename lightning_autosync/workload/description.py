@@ -13,6 +13,8 @@ from lightning_autosync.errors import WorkloadError
 from lightning_autosync.workload.spec import DTYPE_BYTES, DType, Variable, Workload
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+LARGE_TABLE = 4096
+"""Number of rows from which only touched rows of a dense embedding are exchanged: a batch rarely touches so many."""
 COMPILED = "_orig_mod"
 """Attribute under which ``torch.compile`` keeps the wrapped module."""
 
@@ -87,6 +89,23 @@ def describe(module: nn.Module, name: str | None = None, also: Container[nn.Para
     if not variables:
         raise WorkloadError(f"{title(module)}: has no trainable parameter, so nothing to synchronize")
     return Workload(name=name or title(module), variables=variables)
+
+
+def large_tables(module: nn.Module, also: Container[nn.Parameter] = ()) -> set[str]:
+    """Names of the weights of large dense embeddings that no other module shares: a step touches few of their rows.
+
+    Args:
+        also: frozen parameters that count as trainable.
+    """
+    owners = parameter_owners(module)
+    return {
+        name
+        for name, parameter in variable_names(module, also)
+        if len(owners[parameter]) == 1
+        and isinstance(owners[parameter][0], EMBEDDINGS)
+        and not owners[parameter][0].sparse
+        and parameter.shape[0] >= LARGE_TABLE
+    }
 
 
 def parameter_owners(module: nn.Module) -> dict[Tensor, list[nn.Module]]:

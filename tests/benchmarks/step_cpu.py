@@ -99,7 +99,7 @@ def measured(contender: str) -> float:
     samples = TensorDataset(torch.randn(ranks * BATCH * steps, WIDTH))
     # All links are this machine's, and are not like the description. All jobs are to have DDP's plan.
     with (
-        mock.patch.object(proposals, "compare_rates", return_value=[]),
+        mock.patch.object(proposals, "compare_with_job", return_value=[]),
         mock.patch.object(proposals, "LEAST_GAIN", math.inf),
     ):
         trainer.fit(Layers(), DataLoader(samples, batch_size=BATCH))

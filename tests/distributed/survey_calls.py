@@ -12,7 +12,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import hosts, meter
-from lightning_autosync.measure.probe.quick import compare_rates, survey_job
+from lightning_autosync.measure.probe.quick import compare_with_job, survey_job
 from lightning_autosync.strategy.tuning.proposals import find_links
 
 
@@ -24,7 +24,7 @@ def survey(limit: float = 10.0) -> dict[str, Any]:
 
 def compare(described: dict[str, Any]) -> list[str]:
     """The links whose rates are far from a description."""
-    return compare_rates(ClusterSpec.from_dict(described), 60.0)
+    return compare_with_job(ClusterSpec.from_dict(described), 60.0)
 
 
 def links(described: dict[str, Any] | None, probe: float) -> dict[str, Any]:

@@ -82,11 +82,11 @@ def test_traffic(fixed):
 
 def test_groups_are_kept(fixed):
     (run,) = fixed.of("whole_groups", "equal")
-    assert run.groups.members == [[0, 1, 2]] * STEPS
+    assert run.groups.formed == STEPS
     (run,) = fixed.of("pairs", "equal")
-    assert {len(members) for members in run.groups.members} == {2}
+    assert run.groups.formed > STEPS  # each has two of three ranks
     assert fixed.of("all_reduce", "equal")[0].groups is None
-    assert fixed.summary("pairs", "equal").bridging == run.groups.bridging / len(run.groups.members)
+    assert fixed.summary("pairs", "equal").bridging == run.groups.bridging / run.groups.formed
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -237,6 +237,7 @@ def test_a_relay_that_dies_is_told(monkeypatch):
     monkeypatch.setattr(netns, "has_netem", lambda namespace: False)
     launch = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6, latency="20 ms"))
     (process,) = children(os.getpid(), "emulation/relay.py")
+    assert launch.relays == [process]
     os.kill(process, signal.SIGKILL)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     with pytest.warns(UserWarning, match="the process that delays packets ended early"):

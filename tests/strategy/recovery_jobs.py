@@ -135,7 +135,7 @@ class Script:
                 (OverlappingTimes, "of", times),
                 (preparation, "propose", propose),
                 (job_tuning, "find_links", lambda *_: JobLinks(self.links, Constants(), origin="measured")),
-                (proposals, "compare_rates", lambda *_: []),
+                (proposals, "compare_with_job", lambda *_: []),
                 (PREDICTOR, "predict", lambda workload, cluster, constants, plans, *_: [0.01] * len(plans)),
             ):
                 patches.enter_context(mock.patch.object(owner, name, function))

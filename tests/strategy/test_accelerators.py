@@ -112,7 +112,7 @@ def test_reasons_of_measured_plans() -> None:
         "a backward pass as long as that, 1.600 s and 2.000 s"
     )
     assert _chosen([Measured(DDP, 1.0), Measured(NEAR, 0.96)], "measured").reason == (
-        "fused native all-reduce, because no other plan is more than 5% faster; the best is packed_trees, "
+        "fused native all-reduce, because no other plan is more than 5% faster. The best is packed_trees, "
         "measured: gradients take 960.0 ms, and 1.000 s with the native all-reduce"
     )
     assert "no other plan could be opened" in _chosen([Measured(DDP, 1.0), Measured(NEAR, math.inf)], "measured").reason

@@ -11,9 +11,9 @@ from lightning_autosync.cluster import ClusterSpec, resolve_cluster, ring_time, 
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.builders.default import shards_time
 from lightning_autosync.strategy.choice import choose_plan, plans_by_formula
-from lightning_autosync.strategy.resolution import large_tables, resolve
+from lightning_autosync.strategy.resolution import resolve
 from lightning_autosync.strategy.settings import StrategySettings
-from lightning_autosync.workload import Variable, Workload, describe
+from lightning_autosync.workload import Variable, Workload, describe, large_tables
 
 NET = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 WORKLOAD = describe(NET)

@@ -234,6 +234,7 @@ def test_a_job_goes_on_with_the_trials_of_one_that_ended_before_them(duo, tmp_pa
         (trial,) = first["trials"]
         assert first["kept"] == first["plan"] == trial["plan"]
         assert first["unfinished"]
+        assert first["tuning"] == "stopped before the end of trials"
         assert second["first"] == first["plan"]
         assert "the fastest so far in the trials of an earlier job, which ended before them" in second["reason"]
         assert len(second["candidates"]) > 2

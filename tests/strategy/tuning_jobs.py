@@ -39,7 +39,7 @@ from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.probe import meter
-from lightning_autosync.measure.probe.quick import JobSurvey, compare_rates
+from lightning_autosync.measure.probe.quick import JobSurvey, compare_with_job
 from lightning_autosync.plan import Compressor, builders
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.memory import TuningCache
@@ -458,7 +458,7 @@ def seen_links(cluster: ClusterSpec, costs: Constants) -> Iterator[None]:
     with (
         mock.patch.object(JobTuning, "_why_untuned", return_value=""),  # as on two hosts
         mock.patch.object(proposals, "survey_job", return_value=JobSurvey(cluster, 0.1, 2, None)),
-        mock.patch.object(preparation, "compare_rates", compare),
+        mock.patch.object(preparation, "compare_with_job", compare),
         mock.patch.object(proposals, "host_constants", return_value=costs),
         mock.patch.object(preparation, "host_constants", return_value=costs),
     ):
@@ -769,7 +769,7 @@ def slowing_trials(passes: int) -> list[str]:
     with (
         mock.patch.object(AgreedTimes, "take", slowed),
         mock.patch.object(job_tuning, "find_links", return_value=links),
-        mock.patch.object(proposals, "compare_rates", return_value=[]),
+        mock.patch.object(proposals, "compare_with_job", return_value=[]),
         hurrying(),
     ):
         strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1))
@@ -807,7 +807,7 @@ def slowed_in_trials() -> dict[str, Any]:
         mock.patch.object(JobTuning, "_measure_again", noted),
         mock.patch.object(Contest, "_decide", return_value=None),  # the trial goes on
         mock.patch.object(job_tuning, "find_links", return_value=slow),
-        mock.patch.object(proposals, "compare_rates", return_value=[]),
+        mock.patch.object(proposals, "compare_with_job", return_value=[]),
         hurrying(),
     ):
         strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=1))
@@ -837,7 +837,7 @@ def faster_by_a_trial() -> dict[str, Any]:
         mock.patch.object(AgreedTimes, "take", scripted),
         mock.patch.object(Contest, "_decide", decide),
         mock.patch.object(Tuner, "_end_contest", noted),
-        mock.patch.object(proposals, "compare_rates", return_value=[]),
+        mock.patch.object(proposals, "compare_with_job", return_value=[]),
         hurrying(),
     ):
         strategy = AutoSyncStrategy(cluster=PAIR, tuning=replace(SHORT, probe=1.0, plans=2))
@@ -885,7 +885,7 @@ def calls_of_steps(ended: bool) -> dict[str, Any]:
             patches.enter_context(counted(name))
         patches.enter_context(mock.patch.object(LiveTuner, "after_pass", note))
         patches.enter_context(mock.patch.object(AgreedTimes, "take", noted))
-        patches.enter_context(mock.patch.object(proposals, "compare_rates", return_value=[]))
+        patches.enter_context(mock.patch.object(proposals, "compare_with_job", return_value=[]))
         patches.enter_context(mock.patch.object(proposals, "LEAST_GAIN", math.inf))
         patches.enter_context(mock.patch.object(DriftWatch, "record", return_value=""))  # a busy machine slows steps
         # What the job does after its last step does not count.
@@ -982,4 +982,4 @@ def collections() -> int:
 def far_rates() -> list[str]:
     """What a comparison finds on two ranks, as if on two hosts, whose links are far faster than described."""
     with mock.patch.object(meter, "_namespace", return_value=f"of rank {dist.get_rank()}"):
-        return compare_rates(ClusterSpec.uniform(2, bandwidth="1 Mbit/s", name="slow"), timeout=10.0, limit=5.0)
+        return compare_with_job(ClusterSpec.uniform(2, bandwidth="1 Mbit/s", name="slow"), timeout=10.0, limit=5.0)

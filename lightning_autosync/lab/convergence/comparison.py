@@ -183,4 +183,4 @@ def _joined_groups(found: list[dict[str, Any]], bound: int) -> Groups | None:
         return None
     members = [group["members"] for group in formed]
     unconnected, windows = unconnected_windows(members, len(found), bound)
-    return Groups(members, sum(group["bridging"] for group in formed), windows, unconnected)
+    return Groups(len(formed), sum(group["bridging"] for group in formed), windows, unconnected)

@@ -21,13 +21,13 @@ class Groups:
     """The groups of a partial reduce that formed while all workers were active.
 
     Attributes:
-        members: members of each group, in the order of forming.
+        formed: number of groups.
         bridging: number of groups that had to wait to connect isolated workers.
         windows: number of windows of twice the bound on isolation, one starting at each group.
         apart: number of these windows whose groups did not connect all workers.
     """
 
-    members: Sequence[Sequence[int]]
+    formed: Index
     bridging: int
     windows: int
     apart: int
@@ -117,7 +117,7 @@ class Summary:
 
 
 class ConvergenceDocument(Result):
-    """``autosync-convergence/1``: the result document of a comparison.
+    """``autosync-convergence/2``: the result document of a comparison.
 
     Attributes:
         emulated: whether computation and links are emulated.
@@ -129,7 +129,7 @@ class ConvergenceDocument(Result):
         runs, tuning: compared trainings, and those that chose learning rates.
     """
 
-    FORMAT: ClassVar[str] = "autosync-convergence/1"
+    FORMAT: ClassVar[str] = "autosync-convergence/2"
 
     settings: dict[str, Any]
     emulated: dict[str, bool]
@@ -173,7 +173,7 @@ class ConvergenceResult:
         sent = [run.sent for run in runs if run.sent is not None]
         counted = len(sent) == len(runs)
         groups = [run.groups for run in runs if run.groups is not None]
-        formed = sum(len(one.members) for one in groups)
+        formed = sum(one.formed for one in groups)
         return Summary(
             runs=len(runs),
             final=statistics.mean(finals),

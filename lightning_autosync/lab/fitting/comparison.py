@@ -53,8 +53,16 @@ class SimulatorAccuracy:
     p90: float
 
     @classmethod
-    def of(cls, examples: Examples, seconds: NDArray[numpy.float64]) -> SimulatorAccuracy:
+    def of(
+        cls,
+        examples: Examples,
+        seconds: NDArray[numpy.float64],
+        advice: str = "give compare=[] to fit without a comparison",
+    ) -> SimulatorAccuracy:
         """Compare predicted ``seconds`` [samples] with measured seconds.
+
+        Args:
+            advice: what the error advises beside collecting more plans.
 
         Raises:
             DocumentError: all measured times are equal within noise.
@@ -77,7 +85,7 @@ class SimulatorAccuracy:
         if not counted:
             raise DocumentError(
                 "dataset: all test plans of the same workload and cluster are within noise of each other; collect "
-                "more, or give compare=[] to fit without a comparison"
+                f"more, or {advice}"
             )
         errors = abs(numpy.exp(predicted - examples.target) - 1)
         return cls(

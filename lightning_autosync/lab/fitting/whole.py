@@ -43,30 +43,34 @@ def fit_all(settings: FitSettings, samples: Sequence[Sample], examples: Examples
         simulator.fit_encoded(examples, for_all(samples, settings.seed, simulator.members).held_out)
 
 
-def judge_held_out(simulator: Simulator, examples: Examples, replayed: Examples) -> HeldOutAccuracy:
-    """The accuracy of a simulator, and of the replay alone, on samples.
+class HeldOutSamples:
+    """Samples from which a simulator does not learn, to judge it.
 
     Args:
-        simulator: a fitted simulator.
-        examples: samples, encoded for the simulator.
+        examples: the samples, encoded for the simulator.
         replayed: the same, encoded for ``replay``.
 
     Raises:
-        DocumentError: all measured times are equal within noise.
+        DocumentError: all measured times are equal within noise, so that they can judge no simulator.
     """
-    of_replay = seconds = numpy.exp(replayed.base)
-    if isinstance(simulator, LearnedEstimator):
-        seconds = simulator.estimate_encoded(examples.items, examples.base).seconds
-    return HeldOutAccuracy(
-        pairs=len(numpy.unique(examples.pair)),
-        plans=len(examples),
-        simulator=_accuracy(examples, seconds),
-        replay=_accuracy(replayed, of_replay),
-    )
+
+    def __init__(self, examples: Examples, replayed: Examples) -> None:
+        self._examples = examples
+        self._replay = _accuracy(replayed, numpy.exp(replayed.base))
+
+    def judge(self, simulator: Simulator) -> HeldOutAccuracy:
+        """The accuracy of a fitted simulator, and of the replay alone."""
+        own = self._replay
+        if isinstance(simulator, LearnedEstimator):
+            seconds = simulator.estimate_encoded(self._examples.items, self._examples.base).seconds
+            own = _accuracy(self._examples, seconds)
+        pairs = len(numpy.unique(self._examples.pair))
+        return HeldOutAccuracy(pairs=pairs, plans=len(self._examples), simulator=own, replay=self._replay)
 
 
 def _accuracy(examples: Examples, seconds: NDArray[numpy.float64]) -> PredictionAccuracy:
-    found, lost = SimulatorAccuracy.of(examples, seconds), list(regrets(examples, seconds).values())
+    found = SimulatorAccuracy.of(examples, seconds, advice="hold out other models or clusters")
+    lost = list(regrets(examples, seconds).values())
     return PredictionAccuracy(
         ranking=found.ranking,
         tau=found.tau,

@@ -83,6 +83,11 @@ class Relay:
                 start_new_session=True,  # so that a Ctrl-C at the terminal does not end it before the ranks
             )
 
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
     def end(self) -> bool:
         """End the process, and with it the TAP devices; returns whether it ran until now."""
         running = self._process.poll() is None

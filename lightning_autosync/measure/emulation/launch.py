@@ -80,6 +80,10 @@ class EmulatedLaunch:
     def address(self) -> str:
         return self.network.address(self.cluster.rank_nodes[0])
 
+    @property
+    def relays(self) -> Sequence[int]:
+        return [relay.pid for relay in self._relays]
+
     def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
         namespace = self.namespaces[self.cluster.rank_nodes[rank]]
         return ["ip", "netns", "exec", namespace, *command], {**os.environ, **variables}

@@ -205,6 +205,7 @@ class SlurmLaunch:
     """
 
     parting = 5.0
+    relays: Sequence[int] = ()
 
     def __init__(self, allocation: Allocation, cluster: ClusterSpec | None = None) -> None:
         self._job = allocation.job

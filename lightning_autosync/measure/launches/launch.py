@@ -26,6 +26,7 @@ class Launch(Protocol):
         world_size: required number of ranks; None for any number.
         parting: seconds in which a command must end after SIGTERM, because it has a worker elsewhere to end. 0 if
             workers end with their commands however these end, so that they are killed at once.
+        relays: process ids on this machine of processes that carry the workers' traffic.
     """
 
     @property
@@ -36,6 +37,9 @@ class Launch(Protocol):
 
     @property
     def parting(self) -> float: ...
+
+    @property
+    def relays(self) -> Sequence[int]: ...
 
     def command(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> StartedCommand:
         """The command and the environment to use on this machine, so that ``command`` runs where ``rank`` runs.
@@ -60,6 +64,7 @@ class LocalLaunch:
     address = "127.0.0.1"
     world_size = None
     parting = 0.0
+    relays: Sequence[int] = ()
 
     def __init__(self, interfaces: int = 1) -> None:
         self._addresses = ",".join([self.address] * interfaces)
@@ -100,6 +105,7 @@ class SshLaunch:
     """
 
     parting = 0.0
+    relays: Sequence[int] = ()
 
     def __init__(
         self,

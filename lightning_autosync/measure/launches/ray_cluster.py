@@ -250,6 +250,7 @@ class RayLaunch:
     """
 
     parting = 0.0
+    relays: Sequence[int] = ()
 
     def __init__(self, ray: Any, cluster: ClusterSpec, cpus: float = 1.0) -> None:
         self._ray = ray

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autosync.documents import Record
-from lightning_autosync.workload import Workload, describe
+from lightning_autosync.workload import Workload, describe, large_tables
 from lightning_autosync.workload.spec import Kind
 
 Batch = tuple[Tensor, ...]
@@ -52,16 +52,22 @@ class Model(Record):
         return type(self).__name__.lower()
 
     def workload(self, embeddings: Embeddings) -> Workload:
-        """The workload with this kind of embedding gradients."""
+        """The workload with this kind of embedding gradients; ``rows`` are those of the tables for which jobs do so."""
         module = self._described_module(embeddings == "sparse")
-        tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
         workload = describe(module, name=self.title)
-        return with_kind(workload, tables, "row_sparse") if embeddings == "rows" else workload
+        return with_kind(workload, large_tables(module), "row_sparse") if embeddings == "rows" else workload
 
     def _described_module(self, sparse: bool) -> nn.Module:
         """A module whose parameters need no memory."""
         with torch.device("meta"):
             return self.module(sparse)
+
+
+def with_kinds_of(planned: Workload, measured: Workload) -> Workload:
+    """A measured workload whose dense gradients travel as in another workload of the same model: whole, or by rows."""
+    tables = {variable.name for variable in planned.variables if variable.kind == "row_sparse"}
+    whole = {variable.name for variable in measured.variables if variable.kind == "row_sparse"} - tables
+    return with_kind(with_kind(measured, whole, "dense"), tables, "row_sparse")
 
 
 def with_kind(workload: Workload, tables: set[str], kind: Kind) -> Workload:

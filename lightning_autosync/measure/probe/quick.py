@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.measure.errors import LaunchError
-from lightning_autosync.measure.probe.description import far_links, far_rates
+from lightning_autosync.measure.probe.description import check_places, far_links, far_rates
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.shape import Hosts, make_cluster, node_names
-from lightning_autosync.measure.probe.survey import DECISIVE_WINDOWS, FULL_WINDOWS, Flow, everybody, take_survey
+from lightning_autosync.measure.probe.survey import DECISIVE_WINDOWS, FULL_WINDOWS, Flow, Survey, everybody, take_survey
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,13 @@ def survey_job(timeout: float, limit: float = 10.0) -> JobSurvey:
         LaunchError: on every rank, if the system is not Linux, or if a rank cannot read the id of its machine.
     """
     meter = MeshMeter(timeout, limit)
-    hosts = Hosts(meter.nodes, node_names(meter.hosts), meter.addresses)
     cluster, fault = None, None
 
     def describe() -> ClusterSpec:
         survey = take_survey(meter, len(meter.nodes), every_pair=None)
         if survey.nodes == 2:
             survey.paces.clear()
-        return make_cluster("this job", hosts, survey, meter.latencies)
+        return _cluster(meter, survey)
 
     if len(meter.nodes) > 1:
         try:
@@ -64,17 +63,18 @@ def survey_job(timeout: float, limit: float = 10.0) -> JobSurvey:
         except LaunchError as error:
             fault = str(error)
     if cluster is None:  # on other ranks it is replaced by that of rank 0
-        cluster = make_cluster("this job", hosts, None, meter.latencies)
+        cluster = _cluster(meter)
     document, seconds = broadcast_json([cluster.to_dict(), meter.elapsed()])
     return JobSurvey(ClusterSpec.from_dict(document, source="survey"), seconds, meter.machines, fault)
 
 
-def compare_rates(described: ClusterSpec, timeout: float, limit: float = 3.0) -> list[str]:
-    """Compare a description with what the nodes of the job send and receive; collective.
+def compare_with_job(described: ClusterSpec, timeout: float, limit: float = 3.0) -> list[str]:
+    """Compare a description with the nodes of the job, and with what these send and receive; collective.
 
-    All nodes send to all others at once, which takes about half a second. This is repeated if a link that several nodes
-    share has a rate that is far from the description. Otherwise a node whose rate is far is measured again by itself.
-    A rate is told only if it is far in the second measurement, too.
+    Rates are compared if the ranks run on the described nodes. All nodes then send to all others at once, which takes
+    about half a second. This is repeated if a link that several nodes share has a rate that is far from the
+    description. Otherwise a node whose rate is far is measured again by itself. A rate is told only if it is far in the
+    second measurement, too.
 
     Args:
         described: the description, with rates.
@@ -82,9 +82,9 @@ def compare_rates(described: ClusterSpec, timeout: float, limit: float = 3.0) ->
         limit: seconds that this may take, if rates are far. Nodes for which there is no time are not told.
 
     Returns:
-        On rank 0, phrases on links with their described and measured rates. The list is empty on other ranks, if rates
-        fit, and if they cannot be compared: the ranks run on other nodes than described,
-        a rank cannot read the id of its machine, or they cannot connect in time.
+        On rank 0, sentences on ranks that run on other nodes than described, or else phrases on links with their
+        described and measured rates, without full stops. The list is empty on other ranks, if the description fits, and
+        if it cannot be compared: a rank cannot read the id of its machine, or ranks cannot connect in time.
     """
     if sys.platform != "linux":
         return []
@@ -93,7 +93,9 @@ def compare_rates(described: ClusterSpec, timeout: float, limit: float = 3.0) ->
     except LaunchError:
         return []
     places = [list(described.ranks_of(node)) for node in range(len(described.nodes))]
-    if len(places) < 2 or sorted(places) != sorted(meter.nodes):
+    if sorted(places) != sorted(meter.nodes):
+        return [text.removesuffix(".") for text in check_places(described, _cluster(meter))] if meter.rank == 0 else []
+    if len(places) < 2:
         return []
     order = [meter.nodes.index(ranks) for ranks in places]
 
@@ -102,6 +104,12 @@ def compare_rates(described: ClusterSpec, timeout: float, limit: float = 3.0) ->
             return meter.lead(lambda: _far(meter, described, order)) or []
     except LaunchError:
         return []
+
+
+def _cluster(meter: MeshMeter, survey: Survey | None = None) -> ClusterSpec:
+    """The nodes of the job; with the rates of a survey, if there is one."""
+    hosts = Hosts(meter.nodes, node_names(meter.hosts), meter.addresses)
+    return make_cluster("this job", hosts, survey, meter.latencies)
 
 
 def _far(meter: MeshMeter, described: ClusterSpec, order: Sequence[int]) -> list[str]:

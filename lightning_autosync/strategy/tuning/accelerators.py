@@ -133,7 +133,7 @@ def _chosen(measured: Sequence[Measured], how: str) -> Proposals:
         times += f"; with a backward pass as long as that, {one} and {other}"
     if _gains(best.beside, native.beside):
         return Proposals([best.plan, native.plan], f"{best.plan.name}, {times}")
-    reason = f"because no other plan is more than 5% faster; the best is {best.plan.name}, {times}"
+    reason = f"because no other plan is more than 5% faster. The best is {best.plan.name}, {times}"
     return Proposals([native.plan], f"{_NATIVE}, {reason}")
 
 

@@ -190,9 +190,10 @@ class JobTuning:
             return
         if settings.semantics != "exact" and settings.plan is None:
             fault = "" if self._preparation is None else self._preparation.links.fault
+            relaxed = "no relaxed plan is given, and " if settings.semantics == "relaxed" else ""
             rank_zero_info(
-                f"AutoSync: semantics='{settings.semantics}' has no effect, because plans that compress gradients come "
-                f"from a search, and this job makes none: {fault or self._ended.removeprefix(f'{_NO_OTHER}: ')}"
+                f"AutoSync: semantics='{settings.semantics}' has no effect, because {relaxed}the job does not search "
+                f"for plans that compress gradients: {fault or self._ended.removeprefix(f'{_NO_OTHER}: ')}"
             )
         if settings.overlap is not None and (reason := why_no_overlap(found.plan, found.schedule)):
             rank_zero_info(f"AutoSync: overlap='{settings.overlap}' has no effect, because {reason}")
@@ -447,7 +448,7 @@ class JobTuning:
         try:
             if (tuner := self._tuner) is not None:
                 try:
-                    self._tuner, self._ended = None, tuner.state
+                    self._tuner, self._ended = None, tuner.state if tuner.ended else "stopped before the end of trials"
                     self._trials += tuner.trials
                     self._resolution = replace(self.resolution, alternatives=tuner.alternatives)
                     if not tuner.ended and any(trial.accepted for trial in tuner.trials):

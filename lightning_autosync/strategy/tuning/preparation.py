@@ -16,7 +16,7 @@ from lightning_autosync.cluster import ClusterSpec, ring_time
 from lightning_autosync.engine.collectives import broadcast_json, gather_json
 from lightning_autosync.engine.connections import own_address
 from lightning_autosync.measure.probe.hosts import host_constants
-from lightning_autosync.measure.probe.quick import compare_rates
+from lightning_autosync.measure.probe.quick import compare_with_job
 from lightning_autosync.plan import SyncPlan, builders, signature
 from lightning_autosync.plan.builders.default import NATIVE, is_native
 from lightning_autosync.plan.builders.rows import place_rows
@@ -248,7 +248,7 @@ def _recall(key: TuningKey, settings: StrategySettings, group: dist.ProcessGroup
     entry = TunedPlan.from_dict(found, source="the tuning cache of rank 0")
     if settings.cluster is not None or entry.unfinished:
         return entry
-    if far := broadcast_json(compare_rates(entry.cluster, settings.timeout), group):
+    if far := broadcast_json(compare_with_job(entry.cluster, settings.timeout), group):
         rank_zero_info(f"{_UNUSED}: {'; '.join(far)}. The job searches for a new plan")
         return None
     return entry

@@ -18,7 +18,7 @@ from lightning_autosync.errors import MissingPackageError
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.description import check_places, check_rates, with_seen_rates
 from lightning_autosync.measure.probe.hosts import host_constants
-from lightning_autosync.measure.probe.quick import compare_rates, survey_job
+from lightning_autosync.measure.probe.quick import compare_with_job, survey_job
 from lightning_autosync.plan import Semantics, SyncPlan
 from lightning_autosync.plan.builders.default import DDP_BUCKETS, NATIVE, SEARCHED, cores_limit, is_native, native_name
 from lightning_autosync.replay import Constants
@@ -90,17 +90,17 @@ def find_links(
     """Find the hosts of the default process group, and measure them and the links between them; collective.
 
     Args:
-        cluster: the description that the user gave, if any; it is used as it is. A warning tells rates that are far
-            from those of the links, if they can be measured in three seconds.
+        cluster: the description that the user gave, if any; it is used as it is. A warning tells if ranks run on other
+            nodes, or which rates are far from those of the links, if they can be measured in three seconds.
         probe: maximum seconds of the measurement of links; 0 measures nothing, and takes default costs of hosts.
         timeout: seconds that ranks wait for each other.
         constants: costs of the hosts, if they are known already; None measures them.
     """
     if cluster is not None:
-        if cluster.measured and probe and (found := compare_rates(cluster, timeout)):
+        if cluster.measured and probe and (found := compare_with_job(cluster, timeout)):
             rank_zero_warn(
-                f"cluster '{cluster.name}': {'; '.join(found)}. The plan is chosen for the described rates: correct "
-                "them, or give no cluster, so that the job measures its links"
+                f"cluster '{cluster.name}': {'; '.join(found)}. The plan is chosen for the description: correct it, or "
+                "give no cluster, so that the job finds its hosts and measures its links"
             )
         if constants is None:
             constants = host_constants() if probe and cluster.measured else Constants()
@@ -359,18 +359,19 @@ def order_plans(ranked: Sequence[Alternative], links: JobLinks, overlaps: bool =
     )
     times = f"predicted {links.told}: {times}"
     if large:
-        reason = f"a native all-reduce in large messages, because {CORES_LIMIT}; the best is {best.name}, {times}"
+        reason = f"a native all-reduce in large messages, because {CORES_LIMIT}. The best is {best.name}, {times}"
     elif faster and suits:
         reason = f"{best.name}, {times}"
     elif faster:
         reason = (
             f"{_native_text(first)}, because beside a computation as long as the links need, a step is predicted to "
-            f"take {seconds_text(_balanced(usual))}, and {seconds_text(_balanced(best))} with {best.name}; {times}"
+            f"take {seconds_text(_balanced(usual))}, and {seconds_text(_balanced(best))} with {best.name}. The latter "
+            f"is {times}"
         )
     else:
         reason = (
-            f"{_native_text(first)}, because no plan is predicted to be more than {least_gain - 1:.0%} faster than a "
-            f"native all-reduce; the best is {best.name}, {times}"
+            f"{_native_text(first)}, because no plan is predicted to be more than {least_gain - 1:.0%} faster. The "
+            f"best is {best.name}, {times}"
         )
     return Proposals([first, *(each for each in ranked if each is not first)], reason)
 

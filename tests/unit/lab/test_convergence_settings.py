@@ -77,7 +77,7 @@ def run(
         moments=[0.0, 4.0],
         scores=[10.0, final],
         foreign_cores=None,
-        groups=Groups([[0, 1], [0, 1]], 1, 2, 0) if method == "gossip" else None,
+        groups=Groups(2, 1, 2, 0) if method == "gossip" else None,
     )
 
 

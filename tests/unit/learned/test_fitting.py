@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import forked
 import numpy
@@ -497,6 +498,20 @@ def test_held_out_models_and_clusters_are_judged_and_not_learned_from(
     ):
         with pytest.raises(DocumentError, match=message):
             fit(_configuration(dataset, compare=[], held_out=names), tmp_path / "other")
+
+
+def test_what_can_judge_no_simulator_is_refused_before_the_training(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LearnedEstimator, "fit_encoded", mock.Mock(side_effect=AssertionError("trained in vain")))
+    apart = {"models": ["gpt"], "clusters": ["thin"]}
+    with Writer(tmp_path / "alike") as writer:
+        for sample in Dataset.load(str(dataset)):
+            alike = replace(sample, steps=(0.01,)) if sample.cluster.name == "thin" else sample
+            writer.append([Entry(alike, Conditions({"machine": "made up"}))])
+    given = _configuration(tmp_path / "alike", compare=[], held_out=apart)
+    with pytest.raises(DocumentError, match=r"within noise of each other; .* or hold out other models or clusters$"):
+        fit(given, tmp_path)
 
 
 def test_the_regret_is_that_of_the_plan_that_is_predicted_to_be_fastest(grid: list[Sample]) -> None:

@@ -17,7 +17,7 @@ from lightning_autosync.documents import digest, read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting.encoding import encode_samples
 from lightning_autosync.lab.fitting.splits import FitSettings, cluster, family, hold_out
-from lightning_autosync.lab.fitting.whole import judge_held_out
+from lightning_autosync.lab.fitting.whole import HeldOutSamples
 from lightning_autosync.learned import LearnedEstimator, ReplayEstimator, SimulatorError
 from lightning_autosync.learned.card import HeldOut
 from lightning_autosync.learned.dataset import Dataset, Sample
@@ -83,7 +83,7 @@ def test_the_command_in_the_card_fits_this_simulator() -> None:
 def test_it_predicts_better_than_the_replay_what_it_did_not_see(held_out: list[Sample]) -> None:
     simulator = load_pretrained()
     encoded = encode_samples(held_out, simulator.constants, ("replay", "hetero"), 1)
-    found = judge_held_out(simulator, encoded["hetero"], encoded["replay"])
+    found = HeldOutSamples(encoded["hetero"], encoded["replay"]).judge(simulator)
     assert found.plans == len(held_out) == 6 * PLANS
     assert found.simulator.tau > found.replay.tau
     assert found.simulator.median_error < found.replay.median_error

@@ -16,9 +16,11 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.bench.preparation import interleaved, make_cluster, plan_class, prepare
 from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
 from lightning_autosync.measure.bench.settings import BenchSettings
+from lightning_autosync.measure.models.model import with_kinds_of
+from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.spec import SyncPlan
-from lightning_autosync.workload import Workload
+from lightning_autosync.workload import Variable, Workload
 
 BASE: dict[str, Any] = {"model": {"kind": "layers", "tensors": 4, "width": 8, "batch": 2}}
 STAR = {"format": "autosync-cluster/1", "name": "star", "star": {"bandwidths": ["4 Mbit/s", "1 Mbit/s", "1 Mbit/s"]}}
@@ -156,6 +158,34 @@ def test_the_shipped_models(model):
     if model == "recommender":
         assert workload.variables[0].kind == "row_sparse"
         assert workload.variables[0].shape == (1_000_000, 32)
+
+
+@pytest.mark.parametrize("rows", [4095, 4096])
+def test_rows_of_a_models_tables_travel_as_in_a_job(rows):
+    transformer = {"kind": "transformer", "vocabulary": rows, "width": 8, "heads": 1, "layers": 1, "length": 8}
+    workload = model_of(transformer).workload("rows")
+    kinds = {variable.name: variable.kind for variable in workload.variables}
+    assert kinds.pop("tokens.weight") == ("row_sparse" if rows == 4096 else "dense")
+    assert set(kinds.values()) == {"dense"}  # also of the table of positions
+
+
+def test_a_measured_workload_takes_its_kinds_from_the_planned_one():
+    def workload(**kinds: str) -> Workload:
+        rows = {"row_sparse": 3.0}
+        return Workload(
+            name="tables",
+            variables=[Variable(name=n, shape=(9, 2), kind=k, rows=rows.get(k)) for n, k in kinds.items()],
+        )
+
+    planned = workload(small="dense", large="row_sparse", crowded="row_sparse", layer="dense")
+    measured = workload(small="row_sparse", large="row_sparse", crowded="dense", layer="dense")
+    found = {one.name: (one.kind, one.rows) for one in with_kinds_of(planned, measured).variables}
+    assert found == {
+        "small": ("dense", None),
+        "large": ("row_sparse", 3.0),
+        "crowded": ("row_sparse", None),
+        "layer": ("dense", None),
+    }
 
 
 PACED = ["vgg_like", "resnet_like", "densenet_like", "bert_like", "ncf_like", "gpt_like"]

@@ -13,7 +13,7 @@ from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe import mesh_meter, quick
 from lightning_autosync.measure.probe.mesh_meter import MeshMeter
 from lightning_autosync.measure.probe.meter import Meter
-from lightning_autosync.measure.probe.quick import compare_rates, survey_job
+from lightning_autosync.measure.probe.quick import compare_with_job, survey_job
 from lightning_autosync.measure.probe.survey import FairCluster, take_survey
 from lightning_autosync.strategy.tuning.proposals import find_links
 
@@ -28,6 +28,7 @@ class IdealMesh(MeshMeter):
     """Its flows are max-min fair, and its clock is what the slots take."""
 
     cluster: ClusterSpec
+    slots: list[int]
     now = 0.0
     fault = ""
 
@@ -35,7 +36,6 @@ class IdealMesh(MeshMeter):
         return self.now
 
     def _connect(self, flows):
-        self.slots: list[int] = []
         if self.fault:
             raise ExchangeError(self.fault)
         return {}
@@ -65,7 +65,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[MakeMeter]:
     def make(cluster: ClusterSpec, limit: float = 10.0, fault: str = "") -> IdealMesh:
         def start(self, head, window, timeout):
             self._head, self._window, self._timeout = head, window, timeout
-            self.rank, self.transfers, self.machines = 0, 0, 1
+            self.rank, self.transfers, self.machines, self.slots = 0, 0, 1, []
             self.nodes = [list(cluster.ranks_of(node)) for node in range(len(cluster.nodes))]
             self.hosts = [node.name for node in cluster.nodes]
             self.addresses = [f"10.0.0.{node}" for node in range(len(cluster.nodes))]
@@ -179,14 +179,14 @@ def test_what_is_needed_for_racks_is_not_left_out(mesh: MakeMeter) -> None:
 @pytest.mark.parametrize("name", ["two_nodes_of_four", "four_equal", "fat_node_star", "two_racks_2to1", "autosync_a_8"])
 def test_a_description_that_fits_takes_one_measurement_of_half_a_second(mesh: MakeMeter, name: str) -> None:
     meter = mesh(resolve_cluster(name))
-    assert compare_rates(resolve_cluster(name), 60.0) == []
+    assert compare_with_job(resolve_cluster(name), 60.0) == []
     assert meter.slots == [1]
     assert meter.now < 0.6
 
 
 def test_a_link_that_is_slower_than_described_is_named(mesh: MakeMeter) -> None:
     meter = mesh(ClusterSpec.star(["400 Mbit/s", "110 Mbit/s", "400 Mbit/s"]))
-    assert compare_rates(ClusterSpec.star(["400 Mbit/s"] * 3), 60.0) == [
+    assert compare_with_job(ClusterSpec.star(["400 Mbit/s"] * 3), 60.0) == [
         "link node1 > switch: described as 400 Mbit/s, measured 110 Mbit/s",
         "link switch > node1: described as 400 Mbit/s, measured 110 Mbit/s",
     ]
@@ -195,7 +195,7 @@ def test_a_link_that_is_slower_than_described_is_named(mesh: MakeMeter) -> None:
 
 def test_so_is_one_that_is_faster(mesh: MakeMeter) -> None:
     mesh(ClusterSpec.star(["400 Mbit/s"] * 3))
-    found = compare_rates(ClusterSpec.star(["400 Mbit/s", "400 Mbit/s", "100 Mbit/s"]), 60.0)
+    found = compare_with_job(ClusterSpec.star(["400 Mbit/s", "400 Mbit/s", "100 Mbit/s"]), 60.0)
     assert "link node2 > switch: described as 100 Mbit/s, measured 400 Mbit/s" in found
 
 
@@ -204,7 +204,7 @@ def test_an_uplink_that_is_slower_than_described_is_named_and_not_its_nodes(mesh
     meter = mesh(truth)
     ends = [link for link in described.links if not {link.a, link.b} & {node.name for node in described.nodes}]
     ways = [way for link in ends for way in (f"{link.a} > {link.b}", f"{link.b} > {link.a}")]
-    assert compare_rates(described, 60.0) == [
+    assert compare_with_job(described, 60.0) == [
         f"link {way}: described as 400 Mbit/s, measured 200 Mbit/s" for way in ways
     ]
     assert meter.now < 1.5
@@ -217,14 +217,14 @@ def test_a_slow_node_in_a_rack_is_named_and_not_its_uplink(mesh: MakeMeter) -> N
         for link in described.links
     ]
     mesh(described.model_copy(update={"links": tuple(links)}))
-    told = compare_rates(described, 60.0)
+    told = compare_with_job(described, 60.0)
     assert told
     assert all("link" in line and "node0" in line for line in told)
 
 
 def test_two_nodes_are_named_together(mesh: MakeMeter) -> None:
     mesh(ClusterSpec.star(["1 Gbit/s", "200 Mbit/s"]))
-    assert compare_rates(ClusterSpec.star(["1 Gbit/s", "1 Gbit/s"]), 60.0) == [
+    assert compare_with_job(ClusterSpec.star(["1 Gbit/s", "1 Gbit/s"]), 60.0) == [
         "node0 > node1: described as 1000 Mbit/s, measured 200 Mbit/s",
         "node1 > node0: described as 1000 Mbit/s, measured 200 Mbit/s",
     ]
@@ -232,26 +232,38 @@ def test_two_nodes_are_named_together(mesh: MakeMeter) -> None:
 
 def test_a_difference_of_a_quarter_is_not_told(mesh: MakeMeter) -> None:
     mesh(ClusterSpec.star(["400 Mbit/s", "300 Mbit/s", "500 Mbit/s"]))
-    assert compare_rates(ClusterSpec.star(["400 Mbit/s"] * 3), 60.0) == []
+    assert compare_with_job(ClusterSpec.star(["400 Mbit/s"] * 3), 60.0) == []
 
 
 def test_links_faster_than_a_process_are_not_called_slow(mesh: MakeMeter) -> None:
     mesh(ClusterSpec.star(["12 Gbit/s"] * 3))
-    assert compare_rates(ClusterSpec.star(["100 Gbit/s"] * 3), 60.0) == []
+    assert compare_with_job(ClusterSpec.star(["100 Gbit/s"] * 3), 60.0) == []
 
 
 def test_many_far_links_take_no_longer_than_the_limit(mesh: MakeMeter) -> None:
     meter = mesh(ClusterSpec.star(["100 Mbit/s"] * 16), limit=2.0)
-    found = compare_rates(ClusterSpec.star(["1 Gbit/s"] * 16), 60.0)
+    found = compare_with_job(ClusterSpec.star(["1 Gbit/s"] * 16), 60.0)
     assert "link node0 > switch: described as 1000 Mbit/s, measured 100 Mbit/s" in found
     assert meter.now < 2.0
 
 
-def test_a_job_on_other_nodes_and_one_that_cannot_connect_are_not_compared(mesh: MakeMeter) -> None:
-    mesh(ClusterSpec.star(["1 Gbit/s"] * 3))
-    assert compare_rates(ClusterSpec.star(["100 Mbit/s"] * 4), 60.0) == []
+def test_ranks_on_other_nodes_than_described_are_told_in_place_of_rates(mesh: MakeMeter) -> None:
+    mesh(ClusterSpec.uniform(1, devices=2, name="seen"))
+    assert compare_with_job(ClusterSpec.star(["100 Mbit/s"] * 2), 60.0) == [
+        "Ranks 0, 1 run on host node0, but are described on node0 and node1"
+    ]
+    meter = mesh(ClusterSpec.star(["1 Gbit/s"] * 2))
+    assert compare_with_job(ClusterSpec.uniform(1, devices=2), 60.0) == [
+        "Ranks 0, 1 are described on node node0, but run on node0 and node1"
+    ]
+    meter.rank = 1
+    assert compare_with_job(ClusterSpec.uniform(1, devices=2), 60.0) == []
+    assert meter.slots == []
+
+
+def test_ranks_that_cannot_connect_are_not_compared(mesh: MakeMeter) -> None:
     mesh(ClusterSpec.star(["1 Gbit/s"] * 3), fault="rank 1 cannot be reached")
-    assert compare_rates(ClusterSpec.star(["100 Mbit/s"] * 3), 60.0) == []
+    assert compare_with_job(ClusterSpec.star(["100 Mbit/s"] * 3), 60.0) == []
 
 
 def test_a_machine_without_an_id_is_refused_because_host_names_may_be_equal(
@@ -260,7 +272,7 @@ def test_a_machine_without_an_id_is_refused_because_host_names_may_be_equal(
     monkeypatch.setattr("lightning_autosync.measure.probe.meter.boot_id", lambda: None)
     with pytest.raises(LaunchError, match=r"^probe: rank 0 on .* cannot read /proc/sys/kernel/random/boot_id"):
         Meter(0.1, 0.1, 60.0)
-    assert compare_rates(resolve_cluster("four_equal"), 60.0) == []
+    assert compare_with_job(resolve_cluster("four_equal"), 60.0) == []
     links = find_links(None, nodes=2, devices=1, probe=5.0, timeout=60.0)
     assert "boot_id" in links.describe()
     assert not links.cluster.measured

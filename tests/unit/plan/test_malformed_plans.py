@@ -238,7 +238,11 @@ REST = {"bias": {"variables": ["bias"]}, "table": {"variables": ["table"]}}
 @pytest.mark.parametrize(
     ("groups", "fields", "expected"),
     [
-        ([{"variables": ["weight"]}], {}, "groups: parameter 'bias' is in no group (2 in all)"),
+        (
+            [{"variables": ["weight"]}],
+            {},
+            "groups: 2 of the model's 3 parameters are in no group, such as 'bias'; each",
+        ),
         ([{"variables": ["gone"]}], {}, "groups[0].variables: the model has no trainable parameter 'gone'"),
         ([{"variables": ["gone", "bias"]}], {}, "'gone' (1 of the plan's 2 parameters are not in it); give a"),
         ([{"variables": ["weight"]}], {"world_size": 3}, "world_size: the plan is for 3 ranks"),

@@ -95,6 +95,13 @@ def test_overlap_is_predicted_for_the_plan_that_a_job_with_overlap_chooses() -> 
     assert overlap.speedup > 1.05 > choice.speedup
 
 
+def test_overlap_has_no_row_where_it_has_no_effect() -> None:
+    found = gain(cluster=ClusterSpec.uniform(1, devices=4, bandwidth="1 Gbit/s"))
+    assert found.of("choice")[0].topologies == ("shared_memory",)
+    assert found.of("overlap") == []
+    assert not any(line.startswith("overlap") for line in gain_remarks(found))
+
+
 def test_the_choice_is_that_of_a_job_which_knows_no_times_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Workload] = []
 

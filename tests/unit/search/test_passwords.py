@@ -138,6 +138,12 @@ def test_a_sweeper_keeps_its_own_password_in_any_application():
     assert config.hydra.sweeper.storage == ADDRESSES[0]
 
 
+def test_punctuation_behind_an_address_stays():
+    address = "mysql://me:%s@host/studies"
+    text = f"storage: ('{address}'): {address}: cannot be opened, {address}."
+    assert without_passwords(text % ((SECRET,) * 3)) == text % (("***",) * 3)
+
+
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_messages_show_no_password(address):
     assert has_password(address)

@@ -292,7 +292,9 @@ def earlier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
     ranked = [Alternative(plans[0], "packed_trees", 0.1), Alternative(plans[1], NATIVE, 0.2, native=True)]
     monkeypatch.setattr(preparation, "propose", lambda *_: (Proposals(ranked, "packed_trees, as predicted"), ""))
     monkeypatch.setattr(preparation, "rank_zero_info", told.append)
-    monkeypatch.setattr(preparation, "compare_rates", mock.Mock(side_effect=AssertionError("links are measured twice")))
+    monkeypatch.setattr(
+        preparation, "compare_with_job", mock.Mock(side_effect=AssertionError("links are measured twice"))
+    )
     return Trained(module, cluster, alone(monkeypatch, cluster, tmp_path), plans, told)
 
 

@@ -110,7 +110,14 @@ def test_a_job_that_tries_no_plans_needs_no_equal_versions_of_python(
     [
         ({}, []),
         ({"overlap": "step"}, ["overlap='step' has no effect, because the ranks of one machine sum"]),
-        ({"semantics": "compressed"}, ["semantics='compressed' has no effect, .* none: all ranks run on one machine$"]),
+        (
+            {"semantics": "compressed"},
+            ["semantics='compressed' has no effect, because the job .* gradients: all ranks run on one machine$"],
+        ),
+        (
+            {"semantics": "relaxed"},
+            ["semantics='relaxed' has no effect, because no relaxed plan is given, and the job"],
+        ),
         ({"semantics": "compressed", "plan": "all_reduce"}, []),
         ({"overlap": "step", "plan": "all_reduce"}, []),
     ],
