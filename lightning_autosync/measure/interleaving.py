@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from lightning_autosync.documents import Configuration, Count
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
-from lightning_autosync.measure.step_time import Steps, relative_error, slowest_rank
+from lightning_autosync.measure.step_time import Steps, job_steps, relative_error
 
 State = Literal["running", "complete", "pruned", "failed"]
 _MIN_TURNS = 3
@@ -92,19 +92,19 @@ class TrialMeasurement:
     is_reference: bool = False
 
     @property
-    def slowest(self) -> Sequence[float]:
-        """The steps of the slowest rank."""
-        return slowest_rank(self.steps)
+    def of_job(self) -> Sequence[float]:
+        """The steps of the job, as by `job_steps`."""
+        return job_steps(self.steps)
 
     @property
     def seconds(self) -> float | None:
         """Seconds of a step, as by `step_time`; None before the first step."""
-        return statistics.median(self.slowest) if self.count else None
+        return statistics.median(self.of_job) if self.count else None
 
     @property
     def count(self) -> int:
         """Number of steps so far."""
-        return len(self.slowest)
+        return len(self.of_job)
 
     def add(self, found: Steps) -> None:
         """Append the steps of a turn."""
@@ -170,7 +170,7 @@ class StoppingRule:
         """Why the contender is pruned; None if it is not."""
         if measurement.is_reference:
             return None
-        fastest, chosen = min(measurement.slowest), self._settings
+        fastest, chosen = min(measurement.of_job), self._settings
         late = self.best is not None and measurement.count >= chosen.prune_after
         if self.far_slower(fastest) or (late and fastest > (1 + chosen.margin) * self._possible):
             whose = "the reference's" if self.best is None else "the best"
@@ -179,7 +179,7 @@ class StoppingRule:
 
     def _precise(self, measurement: TrialMeasurement) -> bool:
         count, chosen = measurement.count, self._settings
-        enough = count >= chosen.min_steps and relative_error(measurement.slowest) <= chosen.error
+        enough = count >= chosen.min_steps and relative_error(measurement.of_job) <= chosen.error
         return enough or count >= chosen.max_steps
 
 

@@ -26,23 +26,25 @@ class Interval:
     high: float
 
 
-def slowest_rank(steps: Steps, mean: bool = False) -> Sequence[float]:
-    """The steps of the rank with the longest median (or mean) step; empty if there are no ranks."""
-    average = statistics.fmean if mean else statistics.median
-    return max(steps, key=average, default=())
+def job_steps(steps: Steps) -> list[float]:
+    """[steps] seconds of each step of a synchronous job: the mean of its ranks; empty if there are no ranks.
+
+    All ranks make equally many steps in a long time, but not in each step: one that ends a step later than others
+    begins the next one later, which is then shorter for it. Between two sites, the ranks of either site can have a long
+    and a short step in turn, so that in each step some rank takes longer than the job needs for a step on average.
+    """
+    return [statistics.fmean(each) for each in zip(*steps, strict=False)]
 
 
 def step_time(steps: Steps, mean: bool = False) -> float:
-    """Seconds of a step of a plan: the median step of the slowest rank.
-
-    A synchronous job runs at the speed of its slowest rank, and a median ignores single disturbed steps.
+    """Seconds of a step of a plan: the median of `job_steps`, which ignores single disturbed steps.
 
     Args:
         steps: seconds by rank and step, at least one step.
         mean: use the mean instead, for methods whose steps differ by design.
     """
-    slowest = slowest_rank(steps, mean)
-    return statistics.fmean(slowest) if mean else statistics.median(slowest)
+    found = job_steps(steps)
+    return statistics.fmean(found) if mean else statistics.median(found)
 
 
 def relative_error(steps: Sequence[float]) -> float:

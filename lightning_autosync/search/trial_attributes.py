@@ -11,6 +11,7 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 from lightning_autosync.documents import LONGEST, Index, PositiveDuration, checked, parse_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.measure.drift import DriftObservation
+from lightning_autosync.measure.step_time import job_steps
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, Genome, PlanSpace
 from lightning_autosync.search.population import BUILT
@@ -102,9 +103,9 @@ def _value(trial: FrozenTrial) -> float | None:
 
 
 def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
-    """Seconds of each measured step of the slowest rank; without steps only the trial's value; else empty."""
+    """Seconds of each measured step, the mean of ranks; without steps only the trial's value; else empty."""
     if by_rank := [steps for steps in attribute(trial, STEPS) or () if steps]:
-        return tuple(max(by_rank, key=statistics.median))
+        return tuple(job_steps(by_rank))
     value = _value(trial) if trial.state == TrialState.COMPLETE else None
     if value is None:
         with suppress(ValueError):

@@ -23,7 +23,7 @@ from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.replica_calls import StepBudget, measure_plans
 from lightning_autosync.measure.session import MeasurementSession, reason
-from lightning_autosync.measure.step_time import slowest_rank
+from lightning_autosync.measure.step_time import job_steps
 from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
@@ -40,7 +40,7 @@ class _Measured(NamedTuple):
     """The measurement of a batch of plans.
 
     Attributes:
-        steps: by plan, seconds of each step of the slowest rank.
+        steps: by plan, seconds of each step, the mean of ranks.
         foreign_cores: number of cores that other processes kept busy; None if unknown.
     """
 
@@ -160,7 +160,7 @@ class Collector:
             budget=asdict(budget),
             timeout=settings.timeout,
         )
-        foreign, by_plan = load.foreign_cores(), [slowest_rank(steps) for steps in zip(*by_rank, strict=True)]
+        foreign, by_plan = load.foreign_cores(), [job_steps(steps) for steps in zip(*by_rank, strict=True)]
         self.progress.measuring += time.perf_counter() - start
         self.progress.stepping += sum(
             sum(taken) / len(taken) * (len(taken) + self._settings.warm_up) for taken in by_plan

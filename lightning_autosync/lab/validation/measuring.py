@@ -31,7 +31,7 @@ from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.replica_calls import StepBudget, measure_plans
 from lightning_autosync.measure.session import MeasurementSession
-from lightning_autosync.measure.step_time import slowest_rank, step_time
+from lightning_autosync.measure.step_time import job_steps, step_time
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import alone
 
@@ -66,8 +66,8 @@ class CaseMeasurement:
 
     @property
     def noise(self) -> float:
-        """Standard error of `seconds`, relative to it, from the spread of the slowest rank's steps."""
-        return step_noise(slowest_rank(self.steps))
+        """Standard error of `seconds`, relative to it, from the spread of the steps."""
+        return step_noise(job_steps(self.steps))
 
 
 def load_measurements(path: Path) -> dict[str, CaseMeasurement]:

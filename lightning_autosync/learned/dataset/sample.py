@@ -25,7 +25,8 @@ class Sample:
         workload: the synchronized workload.
         cluster: the emulated or real machines.
         plan: the measured plan.
-        steps: seconds of each measured step on the slowest rank; at least one.
+        steps: seconds of each measured step, the mean of ranks; at least one. Versions until 2026-11 took the slowest
+            rank's, also for the shipped samples.
         kind: origin of the plan: the name of a builder, ``drawn``, ``evolved`` ...
         replayed: seconds of a step as predicted by the replay at the time of the measurement; None if not predicted.
         environment: fingerprint of the environment of the measurement; None if it is the same for all samples.
@@ -100,7 +101,8 @@ COLUMNS = {
     "plan": "the plan as canonical JSON (keys sorted, no blanks)",
     "kind": "how the plan came about: reference, buckets, the name of a builder, free, drawn or evolved",
     "seed": "of the draw",
-    "steps": "seconds of each step, of the slowest rank, in order; warm-up left out",
+    "steps": "seconds of each step, in order; warm-up left out: the mean of the ranks, or of the slowest rank (the "
+    "shipped samples)",
     "replayed": "seconds of a step as the replay priced it then; null if it did not",
     "reference": "seconds of a step of the pair's reference plan, measured again just before; null if it was not",
     "foreign_cores": "cores that other processes kept busy meanwhile; null where unknown",

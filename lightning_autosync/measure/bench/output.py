@@ -66,7 +66,7 @@ def remarks(result: BenchResult) -> list[str]:
     settings, conditions = result.settings, result.conditions
     load = conditions["load_average_before"][0]
     lines = [
-        f"{settings.rounds} interleaved rounds of {settings.steps} steps; step time of the slowest rank; "
+        f"{settings.rounds} interleaved rounds of {settings.steps} steps; step time: mean of the ranks; "
         f"best DDP: {result.best_ddp}",
         f"{conditions.get('scheduling_policy', 'default policy')}, "
         f"TCP {conditions.get('tcp_congestion_control', 'unknown')}, "

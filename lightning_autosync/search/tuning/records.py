@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 
 from lightning_autosync.documents import Duration, Index, PositiveDuration, Record
 from lightning_autosync.measure.drift import Drift, DriftCorrection, DriftObservation
-from lightning_autosync.measure.step_time import Steps, slowest_rank
+from lightning_autosync.measure.step_time import Steps, job_steps
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.trial_attributes import (
     BASELINE,
@@ -53,7 +53,7 @@ class TrialRecord(Record):
         state: ``complete``; ``pruned``, stopped early because it was clearly slower; or ``failed``, without a time.
         seconds: median seconds of a step; None if it was not measured.
         predicted: seconds of a step, predicted by the simulator at the proposal.
-        steps: seconds of each measured step of the slowest rank, as a list with one list. The study has all ranks. In
+        steps: seconds of each measured step, the mean of ranks, as a list with one list. The study has all ranks. In
             results of earlier releases by rank, or one list.
         elapsed: total seconds of the trial.
         error: why it failed or was stopped.
@@ -101,7 +101,7 @@ class TrialRecord(Record):
             state=STATES[trial.state],
             seconds=step_time(trial.user_attrs.get(SECONDS)) if measured_steps(trial) else None,
             predicted=attribute(trial, PREDICTED),
-            steps=_slowest(attribute(trial, STEPS) or ()),
+            steps=_of_job(attribute(trial, STEPS) or ()),
             elapsed=step_time(trial.user_attrs.get(ELAPSED)),
             error=attribute(trial, ERROR),
             builder=None if builder == COMPOSED else str(builder),
@@ -114,10 +114,10 @@ class TrialRecord(Record):
         )
 
 
-def _slowest(by_rank: Steps) -> tuple[tuple[float, ...], ...]:
-    """The steps of the slowest rank alone: those of all ranks would make a result too large to be read."""
-    slowest = slowest_rank([steps for steps in by_rank if steps])
-    return (tuple(slowest),) if slowest else ()
+def _of_job(by_rank: Steps) -> tuple[tuple[float, ...], ...]:
+    """The means of ranks alone: the steps of all ranks would make a result too large to be read."""
+    found = job_steps([steps for steps in by_rank if steps])
+    return (tuple(found),) if found else ()
 
 
 def of_run(records: Sequence[TrialRecord], run: str | None) -> list[TrialRecord]:

@@ -118,9 +118,9 @@ def test_measurements_are_read_up_to_an_interruption(tmp_path: Path) -> None:
     )
     found = load_measurements(path)
     assert list(found) == ["a"]
-    assert found["a"].seconds == 2.0
-    # The steps of the slowest rank: 1, 2 and 3 s, a deviation of 1 s from their median.
-    assert found["a"].noise == pytest.approx(1.4826 * 1.2533 / 3**0.5 / 2)
+    assert found["a"].seconds == 1.75
+    # The means of the ranks are 1.25, 1.75 and 2.25 s, a deviation of 0.5 s from their median.
+    assert found["a"].noise == pytest.approx(1.4826 * 1.2533 * 0.5 / 3**0.5 / 1.75)
     with pytest.raises(DocumentError, match="made with scheduling=batch warm_up=2, but"):
         measure_cases([], ValidationSettings.parse({"scheduling": "none"}), path)
     path.write_text("not a measurement\n")

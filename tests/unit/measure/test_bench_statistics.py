@@ -19,8 +19,16 @@ from lightning_autosync.measure.step_time import paired_ratio, relative_medians,
 from lightning_autosync.workload import Variable, Workload
 
 
-def test_a_round_takes_as_long_as_the_median_step_of_the_slowest_rank():
-    assert step_time([[1.0, 2.0, 9.0], [3.0, 3.5, 4.0]]) == 3.5
+def test_a_round_takes_as_long_as_the_median_over_steps_of_the_mean_of_ranks():
+    assert step_time([[1.0, 2.0, 9.0], [3.0, 3.5, 4.0]]) == 2.75
+    assert step_time([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]], mean=True) == 4.0
+
+
+def test_ranks_whose_long_and_short_steps_take_turns_do_not_make_a_plan_slower():
+    """As two sites do that exchange their sums: in 10 steps, each rank takes 10 times 44 ms."""
+    east, west = [0.064, 0.024] * 5, [0.024, 0.064] * 5
+    for count in (9, 10):
+        assert step_time([east[:count], west[:count]]) == pytest.approx(0.044)
 
 
 def test_ratios_are_paired_by_round():
@@ -72,7 +80,7 @@ def result(
     )
     measurements = {
         name: ContenderMeasurement(
-            rounds=[[[seconds], [seconds / 2]] for seconds in rounds],
+            rounds=[[[1.5 * seconds], [seconds / 2]] for seconds in rounds],
             sent=[1e6] * len(rounds),
             foreign_cores=[0.4] * len(rounds),
             deviation=deviation,
@@ -191,7 +199,7 @@ def test_hooks_that_begin_with_exact_steps_have_no_deviation():
 
 def test_the_document_keeps_every_step_and_is_json():
     document = json.loads(json.dumps(result(TIMES).document().to_dict()))
-    assert document["contenders"]["ddp"]["step_seconds_by_round_and_rank"] == [[[0.020], [0.010]], [[0.040], [0.020]]]
+    assert document["contenders"]["ddp"]["step_seconds_by_round_and_rank"] == [[[0.030], [0.010]], [[0.060], [0.020]]]
     assert document["contenders"]["byteps"]["bytes_per_step_and_rank"] == 1e6
     assert document["best_ddp"] == "ddp_view"
     assert document["emulated"] == {"links": False, "compute": False}

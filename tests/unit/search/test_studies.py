@@ -406,11 +406,11 @@ def test_a_study_of_bucket_sizes_is_no_study_of_plans_to_read(storage: Path) -> 
         studies.space_of(study)
 
 
-def test_samples_hold_the_slowest_rank(storage: Path) -> None:
+def test_samples_hold_the_mean_of_ranks(storage: Path) -> None:
     study = studies.open_study(storage, "one", SPACE)
     measure(study, [[1.0, 1.2], [3.0, 2.0]])
     sample = studies.samples_of(study)[0]
-    assert sample.steps == (3.0, 2.0)
+    assert sample.steps == (2.0, 1.6)
     assert (sample.workload, sample.cluster) == (WORKLOAD, SPACE.cluster)
 
 

@@ -348,9 +348,9 @@ def test_every_sampler_has_the_same_opponents(search, tmp_path, monkeypatch):
     best = min(plans, key=lambda name: world.plan_price(plans[name]))
     assert (opponents := outcome.result.opponents).builder is not None
     assert opponents.builder.name == asked[0]["plans"][0] == best
-    assert opponents.builder.seconds == pytest.approx(1.01 * world.plan_price(plans[best]))
+    assert opponents.builder.seconds == pytest.approx(1.005 * world.plan_price(plans[best]))
     assert opponents.ddp is not None
-    assert opponents.ddp.seconds == pytest.approx(1.01 * 0.4)
+    assert opponents.ddp.seconds == pytest.approx(1.005 * 0.4)
     assert len(asked[0]["rivals"]) == 3
 
 

@@ -52,7 +52,7 @@ def test_trials_that_were_given_up_are_complete_ones_with_the_time_of_their_step
     study.tell(second, state=TrialState.PRUNED)
     study.tell(_ask(study), state=TrialState.FAIL)
     _ask(study)
-    assert [(one.state, one.value) for one in listener.heard] == [(TrialState.COMPLETE, v) for v in (0.2, 0.4)]
+    assert [(one.state, one.value) for one in listener.heard] == [(TrialState.COMPLETE, v) for v in (0.2, 0.25)]
     assert [one.params for one in listener.heard] == [{"x": trial.params["x"]} for trial in (first, second)]
 
 
