@@ -95,7 +95,7 @@ def train_beside_ddp(console: Console) -> float:
         "AutoSync, the plan above": AutoSyncStrategy(plan=plan, cluster=shape, start_method="fork"),
         "AutoSync, its own choice": AutoSyncStrategy(start_method="fork"),
     }
-    table = Table(title=f"digits, {RANKS} processes, {EPOCHS} epochs", title_justify="left")
+    table = Table(title=f"digits, {RANKS} processes, {EPOCHS} epochs, double precision", title_justify="left")
     for heading in ("strategy", "median step, ms", "validation accuracy", "largest difference to DDP"):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     trained: dict[str, Digits] = {}

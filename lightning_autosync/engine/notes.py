@@ -40,9 +40,9 @@ class Notes:
         self._own_row.copy_(self._own)
         self.travelled = True
 
-    def largest(self) -> list[float]:
-        """The largest of each number over ranks, after the exchange. It is rounded to the dtype of the message."""
-        found: list[float] = self._rows.amax(0).tolist()
+    def of_ranks(self) -> list[list[float]]:
+        """[ranks][numbers] the numbers after the exchange, rounded to the dtype of the message."""
+        found: list[list[float]] = self._rows.tolist()
         return found
 
 

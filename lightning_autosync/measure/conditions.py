@@ -83,7 +83,7 @@ def describe_worker() -> dict[str, str | int | None]:
 
 
 class LoadMeter:
-    """Counts the processor time that other processes use on this machine, from the meter's creation on.
+    """Counts the processor time that other processes and other virtual machines take from this one's workers.
 
     Args:
         pids: process ids of the workers on this machine, and of what carries their traffic. Neither they nor this
@@ -96,7 +96,7 @@ class LoadMeter:
         self._start = self._read()
 
     def foreign_cores(self) -> float | None:
-        """Mean number of cores that other processes kept busy since the start; None if nothing counts them.
+        """Mean number of cores that others kept busy since the meter's creation; None if nothing counts them.
 
         The kernel counts in ticks of 10 ms, so the value of a short turn is imprecise.
         """
@@ -120,9 +120,12 @@ class LoadMeter:
 
 
 def machine_ticks(table: str) -> int:
-    """User, nice and system ticks of all cores, from the text of ``/proc/stat``."""
-    user, nice, system = table.split("\n", 1)[0].split()[1:4]
-    return int(user) + int(nice) + int(system)
+    """User, nice, system and steal ticks of all cores, from the text of ``/proc/stat``.
+
+    Steal is time in which a virtual machine had to wait for a core, because its host gave it to another one.
+    """
+    user, nice, system, _, _, _, _, steal = map(int, table.split("\n", 1)[0].split()[1:9])
+    return user + nice + system + steal
 
 
 def process_ticks(line: str) -> int:

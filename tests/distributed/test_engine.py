@@ -61,9 +61,8 @@ TREES = ["star", "tree", "ring", "double_tree"]
 
 @pytest.mark.parametrize(("topology", "segment"), [("native", None), *crossed([*TREES, *IN_PAIRS], [None, 1024])])
 def test_notes_of_all_ranks_travel_with_gradients_and_change_none(pool, topology: str, segment: int | None) -> None:
-    last = pool.world_size - 1
     for found, gap in pool.run(engine_calls.with_notes, topology=topology, segment=segment):
-        assert found == [[step + last, 0] for step in range(3)]
+        assert found == [[[step + rank, -rank] for rank in range(pool.world_size)] for step in range(3)]
         assert gap < 1e-12
 
 

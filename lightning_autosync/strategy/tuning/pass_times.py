@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class PassTimes:
 
     @property
     def period(self) -> float:
-        """Seconds of the pass without unusual delays. Of agreed times: without the delay of the rank that had most."""
+        """Seconds of the pass without unusual delays; see `AgreedTimes.take` for agreed times."""
         return self.whole - self.unusual
 
 
@@ -121,7 +122,7 @@ class AgreedTimes:
         """Start an exchange of times and of the next choice; collective.
 
         Args:
-            own: the times on this rank; `take` returns the largest of all ranks.
+            own: the times on this rank.
             choice: number of the plan that this rank has chosen for a later pass, -1 for the end of tuning; `take`
                 raises if ranks have chosen differently.
             present: number of the plan that is used when nothing is tried; likewise.
@@ -154,17 +155,23 @@ class AgreedTimes:
     def take(self) -> PassTimes:
         """The earliest times that were shared and not yet taken; collective.
 
+        Returns:
+            The mean of the ranks' whole passes, which `lightning_autosync.measure.step_time.job_steps` explains, and
+            the largest of the other times: all ranks wait for one that is delayed.
+
         Raises:
             ExchangeError: a rank was lost, did not answer in time, or has chosen another plan.
         """
         carrier, numbers = self._under_way.popleft()
         if isinstance(carrier, Notes) and carrier.travelled:
-            largest = carrier.largest()
+            found = carrier.of_ranks()
         else:  # a message does not travel in a pass in which all its parameters are frozen, on all ranks
-            found, work = self._start(numbers) if isinstance(carrier, Notes) else carrier
+            exchanged, work = self._start(numbers) if isinstance(carrier, Notes) else carrier
             work.wait()
-            largest = found.amax(0).tolist()
-        whole, unusual, compute, choice, present, least_choice, least_present, opening, priced = largest
+            found = exchanged.tolist()
+        by_rank, *others = zip(*found, strict=True)
+        whole = math.fsum(by_rank) / len(by_rank)  # the same on all ranks: it does not depend on an order of additions
+        unusual, compute, choice, present, least_choice, least_present, opening, priced = map(max, others)
         if (choice, present) != (-least_choice, -least_present):
             decided = round(numbers[3]), round(numbers[4])
             raise ExchangeError(

@@ -34,7 +34,7 @@ def test_bytes_sent_are_those_of_own_connections():
 
 
 def test_processor_time_is_read_past_names_with_blanks():
-    assert machine_ticks("cpu  10 20 30 400 5 6 7 8 9 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n") == 60
+    assert machine_ticks("cpu  10 20 30 400 5 6 7 8 9 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n") == 68
     assert process_ticks("42 (a) b) R 1 2 3 4 5 6 7 8 9 10 111 222 0 0 20 0 1 0 5 6 7") == 333
 
 

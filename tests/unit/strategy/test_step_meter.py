@@ -70,6 +70,19 @@ def test_times_are_medians_so_that_a_pause_does_not_count() -> None:
     assert found.plan_changes == 3
 
 
+@pytest.mark.parametrize("count", [9, 10])
+def test_long_and_short_steps_in_turn_count_half(count: int) -> None:
+    ends = [0.064, 0.024] * 5
+    origins = [sum(ends[:number]) for number in range(count)]
+    steps = [
+        trace(forward=0.0, backward=0.01, end=end, origin=origin)
+        for end, origin in zip(ends[:count], origins, strict=True)
+    ]
+    assert figures(*steps).step_time == pytest.approx(0.044)
+    paused = [*steps, trace(forward=0.0, backward=0.01, end=9.0, origin=sum(ends[:count]))]
+    assert figures(*paused).step_time == pytest.approx(0.044)
+
+
 def test_work_between_two_steps_belongs_to_the_step_time() -> None:
     meter, found = StepMeter(0), resolution()
     for origin in (0.0, 0.7, 1.4):  # 0.2 s lie between the end of each synchronization and the next trace
