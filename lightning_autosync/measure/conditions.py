@@ -1,4 +1,4 @@
-"""Conditions of a measurement: the machine, kernel settings and the load of other processes."""
+"""Conditions of a measurement: the machine, kernel settings, and the load of other processes and machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLICIES = {
     if hasattr(os, name)
 }
 BUSY_CORES = 0.1
-"""Number of cores used by other processes above which a bench backs no claim."""
+"""Number of cores used by other processes or virtual machines above which a bench backs no claim."""
 
 _TCP = Path("/proc/sys/net/ipv4")
 
@@ -113,7 +113,7 @@ class LoadMeter:
         try:
             machine = machine_ticks(Path("/proc/stat").read_text())
             workers = sum(process_ticks(Path(f"/proc/{pid}/stat").read_text()) for pid in self._pids)
-        except OSError:
+        except (OSError, ValueError):  # not Linux, or without times of other virtual machines
             return None
         ticks = (machine - workers) / os.sysconf("SC_CLK_TCK")
         return time.monotonic(), ticks - time.process_time()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from lightning_autosync.documents import Configuration, Count
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
-from lightning_autosync.measure.step_time import Steps, job_steps, relative_error
+from lightning_autosync.measure.step_time import Steps, relative_error
+from lightning_autosync.step_times import job_steps, typical_step
 
 State = Literal["running", "complete", "pruned", "failed"]
 _MIN_TURNS = 3
@@ -99,7 +99,7 @@ class TrialMeasurement:
     @property
     def seconds(self) -> float | None:
         """Seconds of a step, as by `step_time`; None before the first step."""
-        return statistics.median(self.of_job) if self.count else None
+        return typical_step(self.of_job) if self.count else None
 
     @property
     def count(self) -> int:
@@ -225,6 +225,6 @@ def _take_turn(session: MeasurementSession, measurement: TrialMeasurement, rule:
 def _warm_up(session: MeasurementSession, measurement: TrialMeasurement, rule: StoppingRule, steps: int) -> None:
     """Make uncounted steps one by one; a plan that seems far slower than the best makes only one."""
     for _ in range(steps):
-        found = max(of_rank[0] for of_rank in session.measure(measurement.contender, 1))
+        (found,) = job_steps(session.measure(measurement.contender, 1))
         if not measurement.is_reference and rule.far_slower(found) and found > rule.turn_seconds:
             return

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy
 
 from lightning_autosync.learned.dataset.sample import step_noise
+from lightning_autosync.step_times import job_steps, typical_step
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -26,25 +27,14 @@ class Interval:
     high: float
 
 
-def job_steps(steps: Steps) -> list[float]:
-    """[steps] seconds of each step of a synchronous job: the mean of its ranks; empty if there are no ranks.
-
-    All ranks make equally many steps in a long time, but not in each step: one that ends a step later than others
-    begins the next one later, which is then shorter for it. Between two sites, the ranks of either site can have a long
-    and a short step in turn, so that in each step some rank takes longer than the job needs for a step on average.
-    """
-    return [statistics.fmean(each) for each in zip(*steps, strict=False)]
-
-
 def step_time(steps: Steps, mean: bool = False) -> float:
-    """Seconds of a step of a plan: the median of `job_steps`, which ignores single disturbed steps.
+    """Seconds of a step of a plan, as by `job_steps` and `typical_step`.
 
     Args:
         steps: seconds by rank and step, at least one step.
-        mean: use the mean instead, for methods whose steps differ by design.
+        mean: take the largest mean of a rank instead, for methods whose steps differ by design.
     """
-    found = job_steps(steps)
-    return statistics.fmean(found) if mean else statistics.median(found)
+    return max(map(statistics.fmean, steps)) if mean else typical_step(job_steps(steps))
 
 
 def relative_error(steps: Sequence[float]) -> float:

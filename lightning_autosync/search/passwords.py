@@ -13,8 +13,9 @@ from sqlalchemy.exc import ArgumentError
 
 VARIABLE = "AUTOSYNC_STORAGE_"
 """Prefix of environment variables that hold addresses or parts of passwords; a number follows."""
-_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S*[^\s:;,.!?()'\"]")
-"""An address, without the punctuation behind it."""
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S+")
+_PUNCTUATION = ":;,.!?()'\""
+"""Characters that may follow an address in a text. They may also be the end of a password in its query."""
 _INTERPOLATION = re.compile(r"\$\{[^{}]*\}")
 _FILLED = "\0"
 """Stands for each character of an interpolation where passwords are looked for."""
@@ -40,7 +41,12 @@ def without_password(storage: str) -> str:
 
 def without_passwords(text: str) -> str:
     """A text with all passwords in URLs replaced by stars."""
-    return _ADDRESS.sub(lambda found: without_password(found[0]), text)
+
+    def hidden(found: re.Match[str]) -> str:
+        address = found[0] if _PASSWORDS[1].search(found[0]) else found[0].rstrip(_PUNCTUATION)
+        return without_password(address) + found[0][len(address) :]
+
+    return _ADDRESS.sub(hidden, text)
 
 
 def without_passwords_in(data: Any) -> Any:

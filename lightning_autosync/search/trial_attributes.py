@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from contextlib import suppress
 from typing import Any
 
@@ -11,11 +10,11 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 from lightning_autosync.documents import LONGEST, Index, PositiveDuration, checked, parse_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.measure.drift import DriftObservation
-from lightning_autosync.measure.step_time import job_steps
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, Genome, PlanSpace
 from lightning_autosync.search.population import BUILT
 from lightning_autosync.search.storages import StudyError
+from lightning_autosync.step_times import job_steps, typical_step
 
 ORIGIN, PREDICTED, STEPS, PLAN = "autosync:origin", "autosync:predicted", "autosync:steps", "autosync:plan"
 """User attributes of a trial: origin of its point, predicted seconds of a step when it was proposed, measured seconds
@@ -82,7 +81,7 @@ def drift_observation(trial: FrozenTrial) -> DriftObservation:
         number=trial.number,
         batch=attribute(trial, BATCH),
         reference=attribute(trial, REFERENCE),
-        seconds=statistics.median(steps) if steps else None,
+        seconds=typical_step(steps) if steps else None,
         price=attribute(trial, PRICE),
         baseline=trial.user_attrs.get(ORIGIN) in (BASELINE, BUILT),
     )
@@ -119,7 +118,7 @@ def seconds_of(trial: FrozenTrial) -> float | None:
     if trial.state == TrialState.COMPLETE and (value := _value(trial)) is not None:
         return step_time(value)
     if trial.state == TrialState.PRUNED and (steps := measured_steps(trial)):
-        return statistics.median(steps)
+        return typical_step(steps)
     return None
 
 

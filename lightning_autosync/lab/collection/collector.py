@@ -23,10 +23,10 @@ from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.replica_calls import StepBudget, measure_plans
 from lightning_autosync.measure.session import MeasurementSession, reason
-from lightning_autosync.measure.step_time import job_steps
 from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
+from lightning_autosync.step_times import job_steps
 
 _log = logging.getLogger(__name__)
 

@@ -78,7 +78,7 @@ def remarks(result: ConvergenceResult) -> list[str]:
     busy = [run.foreign_cores for run in result.runs if run.foreign_cores is not None]
     if busy and sum(busy) / len(busy) > BUSY_CORES:
         mean = sum(busy) / len(busy)
-        lines.append(f"other processes kept {mean:.1f} cores busy; repeat this on an idle machine")
+        lines.append(f"other processes or virtual machines kept {mean:.1f} cores busy; repeat this on an idle machine")
     return lines
 
 

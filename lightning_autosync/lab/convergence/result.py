@@ -246,6 +246,9 @@ class _Footing(Record, extra="ignore"):
     momentum: float
 
 
+_EARLIER_FORMAT = "autosync-convergence/1"
+
+
 class _Earlier(Configuration, extra="ignore"):
     settings: _Footing
     rates: dict[str, Annotated[PositiveFloat, Field(le=1e6)]]
@@ -263,7 +266,8 @@ def load_rates(path: str, settings: ConvergenceSettings) -> dict[str, float]:
     """
     data = read_data(path, finite=False)  # earlier releases wrote NaN for metrics that a training does not have
     found = data.get("format") if isinstance(data, dict) else None
-    check_format(found, ConvergenceDocument.FORMAT, path, DocumentError)
+    if found != _EARLIER_FORMAT:  # whose settings and rates are the same
+        check_format(found, ConvergenceDocument.FORMAT, path, DocumentError)
     try:
         earlier = _Earlier.parse(data)
     except DocumentError as error:

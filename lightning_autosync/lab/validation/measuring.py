@@ -31,9 +31,10 @@ from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.progress import Report, silent
 from lightning_autosync.measure.replica_calls import StepBudget, measure_plans
 from lightning_autosync.measure.session import MeasurementSession
-from lightning_autosync.measure.step_time import job_steps, step_time
+from lightning_autosync.measure.step_time import step_time
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import alone
+from lightning_autosync.step_times import job_steps
 
 _MIN_STEPS, _MAX_STEPS = 3, 12
 

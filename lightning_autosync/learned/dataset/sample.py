@@ -12,6 +12,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import LEAST, LONGEST, canonical, digest, digest_text, parse_json
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.step_times import typical_step
 from lightning_autosync.workload import Workload
 
 _TIMES = f"allowed: {LEAST:g} to {LONGEST:g} seconds"
@@ -25,8 +26,8 @@ class Sample:
         workload: the synchronized workload.
         cluster: the emulated or real machines.
         plan: the measured plan.
-        steps: seconds of each measured step, the mean of ranks; at least one. Versions until 2026-11 took the slowest
-            rank's, also for the shipped samples.
+        steps: seconds of each measured step, the mean of ranks; at least one. Samples that were collected before
+            2026-11-28, such as the shipped ones, have those of the slowest rank.
         kind: origin of the plan: the name of a builder, ``drawn``, ``evolved`` ...
         replayed: seconds of a step as predicted by the replay at the time of the measurement; None if not predicted.
         environment: fingerprint of the environment of the measurement; None if it is the same for all samples.
@@ -54,8 +55,8 @@ class Sample:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the median step."""
-        return statistics.median(self.steps)
+        """Seconds of a typical step."""
+        return typical_step(self.steps)
 
     @cached_property
     def noise(self) -> float:
@@ -101,11 +102,11 @@ COLUMNS = {
     "plan": "the plan as canonical JSON (keys sorted, no blanks)",
     "kind": "how the plan came about: reference, buckets, the name of a builder, free, drawn or evolved",
     "seed": "of the draw",
-    "steps": "seconds of each step, in order; warm-up left out: the mean of the ranks, or of the slowest rank (the "
-    "shipped samples)",
+    "steps": "seconds of each step, in order; warm-up left out: the mean of the ranks, or those of the slowest rank in "
+    "samples that were collected before 2026-11-28, such as the shipped ones",
     "replayed": "seconds of a step as the replay priced it then; null if it did not",
     "reference": "seconds of a step of the pair's reference plan, measured again just before; null if it was not",
-    "foreign_cores": "cores that other processes kept busy meanwhile; null where unknown",
+    "foreign_cores": "cores that other processes or virtual machines kept busy meanwhile; null where unknown",
     "load": "load average of the last minute; null where unknown",
     "disturbed": "whether that was more than the collection allowed; left out of training by default",
     "measured_at": "seconds since 1970, UTC",

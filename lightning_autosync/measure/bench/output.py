@@ -74,7 +74,10 @@ def remarks(result: BenchResult) -> list[str]:
         f"sent, per step and rank: {conditions['bytes_counted']}",
     ]
     if (result.foreign_cores or 0.0) > BUSY_CORES:
-        lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy: repeat this on an idle machine")
+        lines.append(
+            f"other processes or virtual machines kept {result.foreign_cores:.1f} cores busy: repeat this on an idle "
+            "machine"
+        )
     if result.bound is not None:
         lines.append(f"bound: {result.bound.meaning}: {result.bound.seconds * 1e3:.1f} ms")
         if result.bound.binding:

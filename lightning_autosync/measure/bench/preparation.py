@@ -31,7 +31,7 @@ class Preparation:
 
     Attributes:
         cluster: the machines, scaled and in the chosen rank order; as emulated links show them, if links are emulated.
-        workload: workload of the model, with row-sparse gradients of embedding tables.
+        workload: workload of the model, with row-sparse gradients of those tables of which jobs send rows.
         orders: by contender, the arguments of `lightning_autosync.measure.replica_calls.set_up` without the name.
         classes: exactness of each contender.
         reasons: by contender, why a function chose its plan, if it returned a reason.

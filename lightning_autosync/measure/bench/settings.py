@@ -89,7 +89,7 @@ class ContenderSettings(Record):
         arguments: further arguments of the builder. Unknown fields beside ``builder`` are added to them.
         plan: path of a plan file, hybrid plans included.
         embeddings: gradients of embeddings: ``dense``, ``sparse`` (``nn.Embedding(sparse=True)``), or ``rows``, which
-            are dense but only touched rows are sent (plans only).
+            are dense, but of large tables only touched rows are sent, as in jobs (plans only).
         overlap: whether sums travel while the next forward pass computes, as with ``overlap="step"`` (plans only).
         gradient_as_bucket_view: whether gradients become views of buffers (plans; DDP has an option of its own).
     """

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import counted
 from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.description import check_places, far_links, far_rates
@@ -77,12 +78,12 @@ def compare_with_job(described: ClusterSpec, timeout: float, limit: float = 3.0)
     second measurement, too.
 
     Args:
-        described: the description, with rates.
+        described: the description. Without rates, only nodes are compared.
         timeout: seconds within which two ranks must reach each other.
         limit: seconds that this may take, if rates are far. Nodes for which there is no time are not told.
 
     Returns:
-        On rank 0, sentences on ranks that run on other nodes than described, or else phrases on links with their
+        On rank 0, a sentence on ranks that run on other nodes than described, or else phrases on links with their
         described and measured rates, without full stops. The list is empty on other ranks, if the description fits, and
         if it cannot be compared: a rank cannot read the id of its machine, or ranks cannot connect in time.
     """
@@ -94,8 +95,8 @@ def compare_with_job(described: ClusterSpec, timeout: float, limit: float = 3.0)
         return []
     places = [list(described.ranks_of(node)) for node in range(len(described.nodes))]
     if sorted(places) != sorted(meter.nodes):
-        return [text.removesuffix(".") for text in check_places(described, _cluster(meter))] if meter.rank == 0 else []
-    if len(places) < 2:
+        return _told(check_places(described, _cluster(meter))) if meter.rank == 0 else []
+    if len(places) < 2 or not described.measured:
         return []
     order = [meter.nodes.index(ranks) for ranks in places]
 
@@ -104,6 +105,12 @@ def compare_with_job(described: ClusterSpec, timeout: float, limit: float = 3.0)
             return meter.lead(lambda: _far(meter, described, order)) or []
     except LaunchError:
         return []
+
+
+def _told(faults: Sequence[str]) -> list[str]:
+    """The first sentence without its full stop, and the number of others."""
+    first, *others = (text.removesuffix(".") for text in faults)
+    return [f"{first} (and {counted(len(others), 'node')} more)" if others else first]
 
 
 def _cluster(meter: MeshMeter, survey: Survey | None = None) -> ClusterSpec:

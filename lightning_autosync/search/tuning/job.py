@@ -31,6 +31,8 @@ from lightning_autosync.workload import Workload
 
 JOB = "autosync:job"
 """User attribute of a study: what its times depend on, besides workload and cluster, as JSON text."""
+_STEPS_ARE = "means of the ranks"
+"""The steps of a study's trials."""
 _Facts = dict[str, Any]
 
 
@@ -40,7 +42,7 @@ class TuningJob:
 
     Attributes:
         cluster: the machines, scaled and in the chosen rank order.
-        workload: variables of the model, with row-sparse gradients of embedding tables.
+        workload: variables of the model, with row-sparse gradients of those tables of which jobs send rows.
     """
 
     settings: TuningSettings
@@ -80,9 +82,19 @@ class TuningJob:
         """
         settings = self.settings
         model = settings.model.model_dump(mode="json")
-        own = {"model": model, "launch": settings.launch_kind, "scheduling": settings.scheduling}
+        own = {
+            "model": model,
+            "launch": settings.launch_kind,
+            "scheduling": settings.scheduling,
+            "steps": _STEPS_ARE,
+        }
         where = f"study '{study.study_name}': {JOB}"
         kept: Any = checked(_Facts, parse_json(study.user_attrs.get(JOB, "{}"), where, StudyError), where, StudyError)
+        if kept and "steps" not in kept:
+            raise StudyError(
+                f"study '{study.study_name}': an earlier version measured it, whose step times are those of the "
+                "slowest rank, not means of the ranks; choose another study.name or hydra.run.dir"
+            )
         for name, value in own.items():
             if name in kept and kept[name] != value:
                 raise StudyError(

@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 
 from lightning_autosync.documents import Duration, Index, PositiveDuration, Record
 from lightning_autosync.measure.drift import Drift, DriftCorrection, DriftObservation
-from lightning_autosync.measure.step_time import Steps, job_steps
+from lightning_autosync.measure.step_time import Steps
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.trial_attributes import (
     BASELINE,
@@ -33,6 +33,7 @@ from lightning_autosync.search.trial_attributes import (
     step_time,
     was_interrupted,
 )
+from lightning_autosync.step_times import job_steps
 
 LENIENT = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 """Configuration for parts of results: unknown fields are ignored, since later releases may write more."""

@@ -46,6 +46,7 @@ from lightning_autosync.search.tuning.samplers import BucketSpace, Space, make_s
 from lightning_autosync.search.tuning.settings import SearchSettings, TuningSettings
 from lightning_autosync.search.tuning.trials import Trials
 from lightning_autosync.search.tuning.tuner import Tuner
+from lightning_autosync.workload import Workload
 
 JOURNAL = "study.journal"
 MAX_RIVALS = 3
@@ -158,7 +159,7 @@ class TuningRun:
             return self._job
         with suppress(StudyError):
             known = studies.workload_of(studies.load_study(self._storage, self._settings.study.name))
-            if known.variables_fingerprint == self._job.workload.variables_fingerprint:
+            if _kinds(known) == _kinds(self._job.workload):
                 return replace(self._job, workload=known)
         _log.info("measuring forward and backward passes")
         return self._job.profiled(session)
@@ -330,3 +331,8 @@ def _best_of(record: TrialRecord, seconds: float, plan: SyncPlan) -> Best:
     return Best(
         number=record.number, origin=record.origin, seconds=seconds, builder=record.builder, plan=plan.to_dict()
     )
+
+
+def _kinds(workload: Workload) -> dict[str, tuple[Any, ...]]:
+    """The shapes and the kinds of gradients by name."""
+    return {variable.name: (variable.shape, variable.dtype, variable.kind) for variable in workload.variables}

@@ -25,6 +25,7 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import OpeningError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.plan.builders.default import is_native
+from lightning_autosync.step_times import job_steps
 from lightning_autosync.strategy.choice import LEAST_GAIN, choose_plan
 from lightning_autosync.strategy.tuning.live import Alternative
 from lightning_autosync.strategy.tuning.proposals import DDP, Proposals
@@ -201,7 +202,7 @@ def measure_schedules(
         backward: seconds in which the gradients appear, one after the other, as in a backward pass.
 
     Returns:
-        Seconds of a pass of the slowest rank by schedule, the median; infinite where ranks cannot open it.
+        Seconds of a pass by schedule, the median; infinite where ranks cannot open it.
     """
     times: list[list[float]] = [_visit(each, copies, open_engine, group, backward) for each in schedules]
     limit = GIVE_UP * _median(times[0])
@@ -223,24 +224,24 @@ def _visit(
     group: dist.ProcessGroup | None,
     backward: float,
 ) -> list[float]:
-    """Seconds of some passes by the slowest rank, after two that do not count; none if ranks cannot open the plan."""
+    """Seconds of some passes of the job, after two that do not count; none if ranks cannot open the plan."""
     try:
         engine = open_engine(schedule)
     except OpeningError:  # on all ranks
         return []
     try:
         _pass(copies, backward)  # the first one may connect ranks, or take memory
-        first = max(_slowest([_pass(copies, backward)], group))
+        first = max(_of_job([_pass(copies, backward)], group))
         passes = min(MOST_PASSES, max(LEAST_PASSES, int(VISIT / first)))
-        return _slowest([_pass(copies, backward) for _ in range(passes)], group)
+        return _of_job([_pass(copies, backward) for _ in range(passes)], group)
     finally:
         engine.close()
         del engine
         gc.collect()  # the engine is in cycles, and its buffers may be most of the device's memory
 
 
-def _slowest(own: list[float], group: dist.ProcessGroup | None) -> list[float]:
-    return [max(times) for times in zip(*gather_json(own, group), strict=True)]
+def _of_job(own: list[float], group: dist.ProcessGroup | None) -> list[float]:
+    return job_steps(gather_json(own, group))
 
 
 def _pass(copies: Parameters, backward: float) -> float:

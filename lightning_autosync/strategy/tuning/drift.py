@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from lightning_autosync.step_times import typical_step
 from lightning_autosync.strategy.tuning.pass_times import PassTimes
 
 WINDOW = 5
@@ -116,9 +117,9 @@ class DriftWatch:
 
 
 def median_times(times: Sequence[PassTimes]) -> PassTimes:
-    """Medians of several passes or windows."""
+    """Those of a typical one of several passes or windows."""
     return PassTimes(
-        statistics.median(each.whole for each in times),
+        typical_step([each.whole for each in times], few=2),
         statistics.median(each.unusual for each in times),
         statistics.median(each.compute for each in times),
     )

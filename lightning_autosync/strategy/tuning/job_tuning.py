@@ -448,7 +448,8 @@ class JobTuning:
         try:
             if (tuner := self._tuner) is not None:
                 try:
-                    self._tuner, self._ended = None, tuner.state if tuner.ended else "stopped before the end of trials"
+                    self._tuner = None
+                    self._ended = tuner.state if tuner.finished else "stopped before the end of trials"
                     self._trials += tuner.trials
                     self._resolution = replace(self.resolution, alternatives=tuner.alternatives)
                     if not tuner.ended and any(trial.accepted for trial in tuner.trials):

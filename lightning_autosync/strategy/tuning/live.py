@@ -112,7 +112,7 @@ class LiveTuner:
         self._engines = {0: engine}
         self._opening, self._make, self._use = opening, make, use
         self._own: OwnTimes | OverlappingTimes = OverlappingTimes() if overlaps else OwnTimes()
-        self._times = AgreedTimes(group)
+        self._times = AgreedTimes(group, overlaps)
         candidates = [_candidate(each) for each in alternatives]
         limits = settings.warm_up, settings.passes, settings.horizon, settings.plans
         # The time of a pass that overlaps is known when the next one ends.
@@ -160,6 +160,11 @@ class LiveTuner:
     def ended(self) -> bool:
         """Whether all trials have ended."""
         return self._ended
+
+    @property
+    def finished(self) -> bool:
+        """Whether no trial will follow; the last one's plan may still synchronize the next passes."""
+        return bool(self._tuner.finished)
 
     @property
     def slowing(self) -> tuple[PassTimes, PassTimes] | None:

@@ -99,14 +99,15 @@ class AgreedTimes:
 
     Args:
         group: the ranks; None is the default group.
+        overlaps: whether times are those of `OverlappingTimes`.
 
     Attributes:
         opening: whether a rank still opened a plan, in the exchange that was last taken.
         priced: whether a rank knew new predictions, in that exchange.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, overlaps: bool = False) -> None:
+        self._group, self._overlaps = group, overlaps
         self.opening = self.priced = False
         self._under_way: deque[tuple[Notes | tuple[torch.Tensor, dist.Work], list[float]]] = deque()
 
@@ -156,8 +157,9 @@ class AgreedTimes:
         """The earliest times that were shared and not yet taken; collective.
 
         Returns:
-            The mean of the ranks' whole passes, which `lightning_autosync.measure.step_time.job_steps` explains, and
-            the largest of the other times: all ranks wait for one that is delayed.
+            Times whose `PassTimes.period` is the mean of the ranks (see `lightning_autosync.step_times.job_steps`)
+            without the delay of the rank that had most, because all ranks wait for it. Passes that overlap wait for a
+            delayed rank one pass later, so each rank's own delay is left out of them. The other times are the largest.
 
         Raises:
             ExchangeError: a rank was lost, did not answer in time, or has chosen another plan.
@@ -169,9 +171,8 @@ class AgreedTimes:
             exchanged, work = self._start(numbers) if isinstance(carrier, Notes) else carrier
             work.wait()
             found = exchanged.tolist()
-        by_rank, *others = zip(*found, strict=True)
-        whole = math.fsum(by_rank) / len(by_rank)  # the same on all ranks: it does not depend on an order of additions
-        unusual, compute, choice, present, least_choice, least_present, opening, priced = map(max, others)
+        wholes, unusuals, *others = zip(*found, strict=True)
+        compute, choice, present, least_choice, least_present, opening, priced = map(max, others)
         if (choice, present) != (-least_choice, -least_present):
             decided = round(numbers[3]), round(numbers[4])
             raise ExchangeError(
@@ -179,7 +180,16 @@ class AgreedTimes:
                 "lightning-autosync: train with tuning='off', and report it"
             )
         self.opening, self.priced = bool(opening), bool(priced)
-        return PassTimes(whole, unusual, compute)
+        unusual = max(unusuals)
+        return PassTimes(self._period(wholes, unusuals) + unusual, unusual, compute)
+
+    def _period(self, wholes: Sequence[float], unusuals: Sequence[float]) -> float:
+        """The mean period of the ranks with these times; it is above 0."""
+        usual = [whole - unusual for whole, unusual in zip(wholes, unusuals, strict=True)]
+        # All ranks have to get the same number, so it must not depend on an order of additions.
+        if self._overlaps:
+            return math.fsum(usual) / len(usual)
+        return max(math.fsum(wholes) / len(wholes) - max(unusuals), min(usual))
 
     def _told(self, decided: tuple[int, int]) -> str:
         """Which ranks decided for which plans, in words; collective. Decisions of fewer ranks come first."""

@@ -172,7 +172,7 @@ def forget(preparation: Preparation, cache: str | None) -> None:
         rank_zero_info("AutoSync: the saved plan of an earlier job is deleted; the next job searches for plans again")
 
 
-_UNUSED = "AutoSync: the saved plan of an earlier job is not used, because link speeds have changed since that job"
+_UNUSED = "AutoSync: the saved plan of an earlier job is not used, because hosts or links are not as in that job"
 _OF_EARLIER_JOB = ", of an earlier job"
 _MOST_NEAR = 3
 """Number of plans of other jobs that a search prices: it has seconds for all plans."""

@@ -97,7 +97,7 @@ def find_links(
         constants: costs of the hosts, if they are known already; None measures them.
     """
     if cluster is not None:
-        if cluster.measured and probe and (found := compare_with_job(cluster, timeout)):
+        if probe and (found := compare_with_job(cluster, timeout)):
             rank_zero_warn(
                 f"cluster '{cluster.name}': {'; '.join(found)}. The plan is chosen for the description: correct it, or "
                 "give no cluster, so that the job finds its hosts and measures its links"

@@ -12,6 +12,7 @@ from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.plan import Schedule
 from lightning_autosync.plan.traffic import sent_bytes
 from lightning_autosync.replay import Constants, least_step
+from lightning_autosync.step_times import typical_step
 from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.workload import Workload
 
@@ -21,15 +22,13 @@ _MOST = 10_000
 """Largest number of steps that are kept for the next figures."""
 _RECENT = 15
 """Number of last steps whose traces are kept."""
-_FEW = 6
-"""Number of steps below which a pause in one of them would count if it were not the median of all of them."""
 _MOST_ENTRIES = 1_000
 """Largest number of figures that are kept for the page of the job."""
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Some consecutive steps on one rank. Times are medians of the steps; of relaxed replicas, means.
+    """Some consecutive steps on one rank. Times are those of typical steps; of relaxed replicas, means.
 
     Attributes:
         step_time: seconds from the end of one synchronization to the end of the next. Ranks synchronize together, so it
@@ -147,7 +146,7 @@ class StepMeter:
         self._steps.clear()
         if not steps:
             return None
-        step_time = _typical([step.period for step in steps])
+        step_time = typical_step([step.period for step in steps])
         shares = [step.overlap for step in steps if step.overlap is not None]
         known = [step.sent for step in steps if step.sent is not None]
         least = self._least_step(steps, resolution, constants)
@@ -272,10 +271,3 @@ class RelaxedMeter:
         )
         self._clear()
         return found
-
-
-def _typical(periods: Sequence[float]) -> float:
-    """The mean of the medians of every other step: a rank of a distant site can have long and short steps in turn."""
-    if len(periods) < _FEW:
-        return statistics.median(periods)
-    return statistics.fmean(statistics.median(periods[first::2]) for first in (0, 1))

@@ -321,6 +321,8 @@ def test_rates_of_an_earlier_result(result, tmp_path: Path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result.document().to_dict()))
     assert load_rates(str(path), result.settings) == {"all_reduce": 0.1, "gossip": 0.1}
+    path.write_text(json.dumps({**result.document().to_dict(), "format": "autosync-convergence/1"}))
+    assert load_rates(str(path), result.settings) == {"all_reduce": 0.1, "gossip": 0.1}
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,11 @@ def test_punctuation_behind_an_address_stays():
     assert without_passwords(text % ((SECRET,) * 3)) == text % (("***",) * 3)
 
 
+def test_punctuation_may_be_the_end_of_a_password():
+    found = without_passwords("postgresql://host/studies?user=me&password=hunter2!?")
+    assert found == "postgresql://host/studies?password=***&user=me"
+
+
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_messages_show_no_password(address):
     assert has_password(address)

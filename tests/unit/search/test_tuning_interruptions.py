@@ -39,7 +39,7 @@ from lightning_autosync.search.journal import Journal
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.trial_attributes import RUN
 from lightning_autosync.search.tuning import run as tuning_run
-from lightning_autosync.search.tuning.job import TuningJob
+from lightning_autosync.search.tuning.job import JOB, TuningJob
 from lightning_autosync.search.tuning.settings import TuningSettings
 from lightning_autosync.search.tuning.trials import OWNER, has_ended, this_process
 from lightning_autosync.workload import Workload
@@ -365,3 +365,14 @@ def test_times_of_another_job_are_not_gone_on_with(tmp_path, changed, field):
     other = replace(world.job, settings=TuningSettings.parse({**configuration(), **changed}))
     with pytest.raises(storages.StudyError, match=f"{field}: study '.*' was measured with"):
         other.claim(study)
+
+
+def test_times_of_the_slowest_rank_are_not_gone_on_with(tmp_path):
+    world = World(tmp_path)
+    study = world.trials().study
+    world.job.claim(study)
+    facts = json.loads(study.user_attrs[JOB])
+    assert facts.pop("steps")
+    study.set_user_attr(JOB, json.dumps(facts))
+    with pytest.raises(storages.StudyError, match=r"an earlier version measured it, .* choose another study.name"):
+        world.job.claim(study)

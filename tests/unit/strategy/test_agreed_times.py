@@ -24,16 +24,48 @@ def exchange(notes: Notes, memory: torch.Tensor, *others: list[float]) -> None:
     memory.view(3, -1)[[0, 2]] += torch.tensor(others)
 
 
-def test_times_of_all_ranks_come_with_the_gradients_and_without_a_call() -> None:
+@pytest.mark.parametrize(
+    ("overlaps", "period"),
+    [
+        (False, (1.25 + 1.5 + 1.375) / 3 - 0.5),  # all ranks wait for rank 0's delay in this pass
+        (True, (0.75 + 1.5 + 1.375) / 3),
+    ],
+)
+def test_times_of_all_ranks_come_with_the_gradients_and_without_a_call(overlaps: bool, period: float) -> None:
     memory = torch.full((3 * NOTES,), 7.0)  # what the last exchange left
     notes = notes_of(memory)
     with pretended_job(3, rank=1), TrafficLog() as log:
-        times = AgreedTimes()
-        times.share(OWN, 2, 1, False, False, notes=notes)
-        exchange(notes, memory, [0.25, 0.5, 0.0, 2, 1, -2, -1, 0, 1], [0.75, 0.0, 0.0, 2, 1, -2, -1, 1, 0])
-        assert times.take() == PassTimes(0.5, 0.5, 0.25)  # the mean, and the largest
+        times = AgreedTimes(overlaps=overlaps)
+        times.share(PassTimes(1.5, 0.0, 0.25), 2, 1, False, False, notes=notes)
+        exchange(notes, memory, [1.25, 0.5, 0.0, 2, 1, -2, -1, 0, 1], [1.375, 0.0, 0.0, 2, 1, -2, -1, 1, 0])
+        found = times.take()
+        assert found.period == pytest.approx(period)
+        assert (found.unusual, found.compute) == (0.5, 0.25)
         assert (times.opening, times.priced) == (True, True)
     assert log.collectives == []
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_delay_leaves_no_period_of_zero_or_less(overlaps: bool) -> None:
+    """With overlap, the others wait for the delayed rank in the next pass only."""
+    memory = torch.zeros(3 * NOTES)
+    notes = notes_of(memory)
+    with pretended_job(3, rank=1):
+        times = AgreedTimes(overlaps=overlaps)
+        times.share(PassTimes(0.25, 0.0, 0.125), notes=notes)
+        exchange(notes, memory, [4.25, 4.0, 0.0, 0, 0, 0, 0, 0, 0], [0.25, 0.0, 0.0, 0, 0, 0, 0, 0, 0])
+        assert times.take().period == 0.25
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_ranks_whose_long_and_short_passes_take_turns_agree_on_their_mean(overlaps: bool) -> None:
+    memory = torch.zeros(3 * NOTES)
+    notes = notes_of(memory)
+    with pretended_job(3, rank=1):
+        times = AgreedTimes(overlaps=overlaps)
+        times.share(PassTimes(0.75, 0.0, 0.0), notes=notes)
+        exchange(notes, memory, [0.25, *[0.0] * 8], [0.5, *[0.0] * 8])
+        assert times.take().period == 0.5
 
 
 def test_a_rank_that_has_chosen_another_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
