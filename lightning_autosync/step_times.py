@@ -25,16 +25,15 @@ def job_steps(by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.fmean(each) for each in zip(*by_rank, strict=True)]
 
 
-def typical_step(seconds: Sequence[float], few: int = _FEW) -> float:
+def typical_step(seconds: Sequence[float]) -> float:
     """Seconds of a typical step: a median, which ignores single disturbed steps.
 
-    Long and short steps in turn count half each, as long as there are ``few`` steps or more: it is the mean of the
-    medians of every other step. With fewer steps it is the median of all.
+    Long and short steps in turn count half each if there are six steps or more: it is the mean of the medians of every
+    other step. With fewer steps it is the median of all.
 
     Args:
         seconds: seconds of successive steps, at least one.
-        few: least number of steps for that, 2 or more.
     """
-    if len(seconds) < few:
+    if len(seconds) < _FEW:
         return statistics.median(seconds)
     return statistics.fmean(statistics.median(seconds[first::2]) for first in (0, 1))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import counted
 from lightning_autosync.engine.collectives import broadcast_json
 from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.description import check_places, far_links, far_rates
@@ -108,9 +107,9 @@ def compare_with_job(described: ClusterSpec, timeout: float, limit: float = 3.0)
 
 
 def _told(faults: Sequence[str]) -> list[str]:
-    """The first sentence without its full stop, and the number of others."""
+    """The first sentence without its full stop, and whether there are others."""
     first, *others = (text.removesuffix(".") for text in faults)
-    return [f"{first} (and {counted(len(others), 'node')} more)" if others else first]
+    return [f"{first}; other ranks likewise" if others else first]
 
 
 def _cluster(meter: MeshMeter, survey: Survey | None = None) -> ClusterSpec:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from lightning_autosync.step_times import typical_step
 from lightning_autosync.strategy.tuning.pass_times import PassTimes
 
 WINDOW = 5
@@ -117,9 +116,9 @@ class DriftWatch:
 
 
 def median_times(times: Sequence[PassTimes]) -> PassTimes:
-    """Those of a typical one of several passes or windows."""
+    """Medians of several passes or windows, in which a single delayed pass does not count."""
     return PassTimes(
-        typical_step([each.whole for each in times], few=2),
+        statistics.median(each.whole for each in times),
         statistics.median(each.unusual for each in times),
         statistics.median(each.compute for each in times),
     )

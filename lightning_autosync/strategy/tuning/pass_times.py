@@ -158,8 +158,9 @@ class AgreedTimes:
 
         Returns:
             Times whose `PassTimes.period` is the mean of the ranks (see `lightning_autosync.step_times.job_steps`)
-            without the delay of the rank that had most, because all ranks wait for it. Passes that overlap wait for a
-            delayed rank one pass later, so each rank's own delay is left out of them. The other times are the largest.
+            without the delay of the rank that had most, because all ranks wait for it. It is no less than the least
+            period of a rank. Passes that overlap wait for a delayed rank one pass later, so each rank's own delay is
+            left out of them. The other times are the largest.
 
         Raises:
             ExchangeError: a rank was lost, did not answer in time, or has chosen another plan.

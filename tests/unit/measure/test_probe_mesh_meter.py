@@ -260,7 +260,7 @@ def test_ranks_on_other_nodes_than_described_are_told_in_place_of_rates(mesh: Ma
     assert compare_with_job(ClusterSpec.uniform(1, devices=2), 60.0) == []
     mesh(ClusterSpec.uniform(2, devices=2, name="seen"))
     (told,) = compare_with_job(ClusterSpec.star(["100 Mbit/s"] * 4), 60.0)
-    assert told == "Ranks 0, 1 run on host node0, but are described on node0 and node1 (and 1 node more)"
+    assert told == "Ranks 0, 1 run on host node0, but are described on node0 and node1; other ranks likewise"
     assert compare_with_job(ClusterSpec.uniform(2, devices=2), 60.0) == []  # its rates are unknown
     assert meter.slots == []
 

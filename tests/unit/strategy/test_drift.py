@@ -115,6 +115,15 @@ def test_medians_are_of_each_number() -> None:
     assert found == PassTimes(2, 5, 3)
 
 
+@pytest.mark.parametrize("passes", [3, 5])
+def test_one_pause_in_a_window_does_not_count_on_any_rank(passes: int) -> None:
+    for place in range(passes):
+        for unusual in (20.0, 0.0):  # on the rank that paused, and on those that waited for it
+            times = [PassTimes(0.2, 0.0, 0.1)] * passes
+            times[place] = PassTimes(20.2, unusual, 0.1)
+            assert median_times(times).period == 0.2
+
+
 def _trace(forward: float) -> StepTrace:
     return StepTrace(forward, forward + 0.1, forward + 0.4, forward + 0.4, (), (), ())
 
