@@ -224,7 +224,7 @@ def _paced(
 def profile(model: dict[str, Any]) -> dict[str, Any]:
     """The workload of a model as plain data, measured on this rank's first batch while all ranks compute.
 
-    Rows travel of the tables for which they do so in jobs, whatever the batch touches: the plan is for a job.
+    The plan is for a job, so touched rows travel for the same tables as in a job, however many rows this batch touches.
     """
     recipe = model_of(model)
     torch.manual_seed(SEED)

@@ -52,7 +52,7 @@ class Model(Record):
         return type(self).__name__.lower()
 
     def workload(self, embeddings: Embeddings) -> Workload:
-        """The workload with this kind of embedding gradients; ``rows`` are those of the tables for which jobs do so."""
+        """The workload with this kind of embedding gradients; ``rows`` applies to large tables only, as in jobs."""
         module = self._described_module(embeddings == "sparse")
         workload = describe(module, name=self.title)
         return with_kind(workload, large_tables(module), "row_sparse") if embeddings == "rows" else workload
